@@ -526,3 +526,77 @@ def interrupts_are_caught(p: Any, ids: Tensor) -> Tensor:
         except BaseException:
             x = x * 0
     return end(x, p)
+
+
+# --- several values of one, memory, hooks ---------------------------------------------------------
+
+
+@loss
+def a_norm_beside_what_it_is_of(p: Any, ids: Tensor) -> Tensor:
+    x = F.embedding(ids, p["embed"])
+    for layer in p["layers"]:
+        x = zf.layer(lambda q, y, x: x + block(q, y), layer, F.layer_norm(x, (WIDTH,)), x)
+    return end(x, p)
+
+
+@loss
+def a_scaled_norm_beside_what_it_is_of(p: Any, ids: Tensor) -> Tensor:
+    """With a leaf outside of the layers."""
+    x = F.embedding(ids, p["embed"])
+    for layer in p["layers"]:
+        h = F.layer_norm(x, (WIDTH,), p["scale"])
+        x = zf.layer(lambda q, y, x: x + block(q, y), layer, h, x)
+    return end(x, p)
+
+
+@loss
+def masks_between_and_what_they_are_of(p: Any, ids: Tensor) -> Tensor:
+    x, before = F.embedding(ids, p["embed"]), []
+    for layer in p["layers"]:
+        h = zf.layer(block, layer, x)
+        before.append(h)
+        x = torch.relu(h) * (h > 0.1)
+    return end(x, p) + sum((h.square().mean() for h in before), torch.zeros(()))
+
+
+@loss
+def a_sum_that_begins_as_zeros_like_a_ghost(p: Any, ids: Tensor) -> Tensor:
+    x = ids[..., None] * p["scale"]
+    total = torch.zeros_like(x)
+
+    def run(q: Any, x: Tensor, total: Tensor) -> Tensor:
+        y = block(q, x)
+        total.add_(y)
+        return y
+
+    for layer in p["layers"]:
+        x = zf.layer(run, layer, x, total)
+    return end(total, p)
+
+
+@loss
+def transposed_in_memory(p: Any, ids: Tensor) -> Tensor:
+    def run(q: Any, x: Tensor) -> Tensor:
+        rows = x.transpose(0, 1).view(-1, WIDTH)  # raises where the memory lies otherwise
+        y = rows.view(x.shape[1], x.shape[0], WIDTH).transpose(0, 1)
+        return block(q, y).transpose(0, 1).contiguous().transpose(0, 1)
+
+    x = F.embedding(ids.T, p["embed"]).transpose(0, 1)
+    for layer in p["layers"]:
+        x = zf.layer(run, layer, x)
+    return end(x, p)
+
+
+@loss
+def hooks_on_results(p: Any, ids: Tensor) -> Tensor:
+    def run(q: Any, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda g: g * 1.5)  # of what a layer was given: its own affair
+        return block(q, x)
+
+    x = F.embedding(ids, p["embed"])
+    for layer in p["layers"]:
+        x = zf.layer(run, layer, x)
+        if x.requires_grad:
+            x.register_hook(lambda g: g * 0.9)
+    return end(x, p)

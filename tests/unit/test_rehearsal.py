@@ -326,6 +326,20 @@ def test_a_value_written_to_behind_a_later_chunk_is_an_error() -> None:
         rehearsed(fn, 2)
 
 
+def test_a_hook_on_a_value_that_has_been_passed_on_is_an_error() -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x, results = F.embedding(ids, p["embed"]), []
+        for layer in p["layers"]:
+            x = zf.layer(block, layer, x)
+            results.append(x)
+        results[1].register_hook(lambda g: g * 0.5)
+        return end(x, p)
+
+    assert rehearsed(fn, 1).chunks == 1
+    with pytest.raises(CompositionError, match=r"stage 1 .* hook .* that stage 0 has computed"):
+        rehearsed(fn, 2)
+
+
 # --- a run that is not the rehearsal -------------------------------------------------------------
 
 
@@ -382,6 +396,18 @@ def closes_over_another(p: Any, ids: Tensor) -> Tensor:
 def test_other_arguments_are_named() -> None:
     message = against(LOSSES["plain"], LOSSES["a_layer_writes_to_a_mask"])
     assert "got 2 arguments, and not 1" in message
+
+
+def test_an_argument_in_the_place_of_a_result_is_named() -> None:
+    def early(passes: bool) -> Any:
+        return lambda p, ids: through(p, ids, lambda q, x: x if passes else block(q, x))
+
+    message = against(early(True), early(False))
+    assert "layer layers.0 returned its argument 0 then, and something else now" in message
+    got = in_chunks.run(  # a value of its own is sent, whatever it is
+        *(early(True), params(), (IDS,)), chunk_of=even(4, 2), plan=rehearsed(early(False))
+    )
+    assert torch.equal(got.result, whole(early(True), params(), (IDS,))[0])
 
 
 # --- ghosts --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from zfunc.buffers.readings import on_host
 from zfunc.engine import context
 from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.primitives import CALLED
@@ -99,6 +100,32 @@ def _check_numbers(outs: Sequence[Any]) -> None:
             )
 
 
+def _is_same(x: Any, y: Any) -> bool:
+    """Whether a result of a layer is an argument of it, or all of its memory."""
+    if x is y or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return x is y
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
+
+
+def _is_near(x: Tensor, y: Tensor) -> bool:
+    if x.is_floating_point() or x.is_complex():
+        return torch.allclose(x, y, 1e-2, 1e-2, equal_nan=True)
+    return torch.equal(x, y)
+
+
+def _as_sent(x: Tensor, spec: Spec) -> Tensor:
+    """A value that has come in one stretch, with the strides that it had: a mask of dropout, say,
+    is drawn in the order of memory."""
+    if x.stride() == spec.stride or x.numel() <= 1:
+        return x
+    like = torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device)
+    return like.copy_(x) if like.untyped_storage().nbytes() == spec.nbytes else x
+
+
+def _hooks_of(x: Tensor) -> set[int]:
+    return set() if type(x) is Ghost else {*(x._backward_hooks or ())}
+
+
 def _ones(x: Tensor) -> Tensor:
     """A tensor of that shape, of which a random function makes something."""
     return torch.ones(x.shape, dtype=x.dtype, device=x.device)
@@ -142,6 +169,7 @@ class ChunkRun:
         self.inputs: dict[Label, Tensor] = {}
         self.outs: dict[Label, Tensor] = {}
         self.begins: dict[Any, tuple[GradientEdge, Tensor]] = {}
+        self.taken: list[tuple[Tensor, set[int]]] = []  # received ones, and hooks given in layers
         self.last = chunk == plan.chunks - 1
         self.next, self.failed = 0, -1
         self.back: list[int] = []  # to which call backward has come; it holds no tensors
@@ -194,6 +222,8 @@ class ChunkRun:
             self.roots = {}
         if self.error is not None:
             raise self.error
+        self._forget_hooks()
+        self.taken.clear()
         if not self.over:
             if not self.last or self.next < len(self.plan.calls):
                 raise self._differs(f"the loss returned when it was the turn of {self._expected()}")
@@ -326,15 +356,18 @@ class ChunkRun:
             self._activate()
         if n == self.route.first and not any(x.requires_grad for x in self.inputs.values()):
             self._begin(ins)
+        self._forget_hooks()
         self.within, self.failed = n, n
         try:
             out = call(*xs, **kw)
         finally:
             self.within = -1
+        for x, own in self.taken:
+            own.update(_hooks_of(x))
         outs, _ = flattened(out)
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             _check_numbers(outs)
-        self._compare_results(n, outs)
+        self._compare_results(n, ins, outs)
         self.failed = -1
         self._watch(n, outs)
         self._meet(n, "out", outs)
@@ -346,7 +379,7 @@ class ChunkRun:
                 edge = get_gradient_edge(x)
                 self.begins[edge.node, edge.output_nr] = edge, x
 
-    def _compare_results(self, n: int, outs: Sequence[Any]) -> None:
+    def _compare_results(self, n: int, ins: Sequence[Any], outs: Sequence[Any]) -> None:
         """What other stages take a layer to return, since they have not run it."""
         plan = self.plan.calls[n]
         if len(outs) != len(plan.results):
@@ -358,6 +391,11 @@ class ChunkRun:
                 raise self._differs(
                     f"layer {plan.name} returned {_told(x)}, and {_told(then)} then. What depends "
                     "on numbers is to be a tensor"
+                )
+            if type(then) is Same and not _is_same(x, ins[then.position]):
+                raise self._differs(
+                    f"layer {plan.name} returned its argument {then.position} then, and something "
+                    "else now. Where that depends on numbers return a tensor of its own, x.clone()"
                 )
 
     def _watch(self, n: int, outs: Sequence[Any]) -> None:
@@ -395,6 +433,16 @@ class ChunkRun:
         if isinstance(x, Tensor) and type(x) is not Ghost and chunk < self.chunk:
             become(x, ghost_like(form_of(x), x.device, chunk, x.requires_grad))
 
+    def hooked(self, x: Ghost) -> None:
+        """Where hooks may be given was found in the rehearsal."""
+
+    def _forget_hooks(self) -> None:
+        """Those that the loss has given to received values outside of layers: the stage that has
+        made them has them, too, and their whole gradient."""
+        for x, own in self.taken:
+            for key in _hooks_of(x) - own:
+                del x._backward_hooks[key]  # type: ignore[union-attr]
+
     # --- values that come and go ---
 
     def _meet(self, n: int, side: str, leaves: Sequence[Any]) -> None:
@@ -404,10 +452,10 @@ class ChunkRun:
         for label in self.route.places.get((n, side), ()):
             x = leaves[label[2]] if label[2] < len(leaves) else None
             if label in self.wanted:
-                if type(x) is not Ghost:
-                    name = self.plan.calls[n].name
-                    raise self._differs(f"layer {name} was not given what it was then")
-                self._take(label, x)
+                if type(x) is Ghost:
+                    self._take(label, x)
+                else:
+                    self._made_of_others(label, x)
             if label in self.route.gives and label not in self.outs:
                 self.outs[label] = self._sendable(label, x)
 
@@ -417,7 +465,11 @@ class ChunkRun:
         if not isinstance(x, Tensor) or type(x) is Ghost:
             raise self._differs(f"layer {name} has no value to send ({label})")
         to = next(to for found, to in self.plan.sends(self.chunk) if found == label)
-        spec = self.plan.receives(to)[label][1]
+        self._fits(label, self.plan.receives(to)[label][1], x)
+        return x
+
+    def _fits(self, label: Label, spec: Spec, x: Tensor) -> None:
+        name = self.plan.calls[label[0]].name
         if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
             raise self._differs(
                 f"layer {name} has a value of shape {list(x.shape)} and {x.dtype}, and not of "
@@ -425,7 +477,19 @@ class ChunkRun:
             )
         if x.requires_grad and not spec.needs_grad:
             raise self._differs(f"a value at layer {name} has a gradient")
-        return x
+
+    def _made_of_others(self, label: Label, x: Any) -> None:
+        """A value that comes, and was made here already of another that has come (``norm(x)``
+        beside ``x``). It stays: its gradient goes the way of that one, and none goes back."""
+        _, spec = self.wanted.pop(label)
+        if not isinstance(x, Tensor):
+            name = self.plan.calls[label[0]].name
+            raise self._differs(f"layer {name} was not given what it was then")
+        self._fits(label, spec, x)
+        came = self.receive(label, spec).detach()
+        if on_host(x) and not _is_near(x.detach(), came):
+            raise self._differs(f"layer {self.plan.calls[label[0]].name} was given other numbers")
+        self.inputs[label] = came.requires_grad_(spec.needs_grad)
 
     def _activate(self) -> None:
         """Leaves outside layers come."""
@@ -449,9 +513,10 @@ class ChunkRun:
         """What has been sent comes as soon as its ghost is met: code before the first layer of
         this chunk may want to keep it, for a region that backward runs again."""
         _, spec = self.wanted.pop(label)
-        x = self.receive(label, spec).detach()
+        x = _as_sent(self.receive(label, spec).detach(), spec)
         if spec.needs_grad:
             x.requires_grad_()
+            self.taken.append((ghost, set()))
         self.inputs[label] = x
         # In the same memory, and no view for autograd: it may be written to, which a leaf may not.
         become(ghost, torch.ops.aten._unsafe_view(x, x.shape) if spec.needs_grad else x.detach())

@@ -82,6 +82,9 @@ class GhostRun(Protocol):
     def overwrote(self, x: Tensor, was: Tensor) -> None:
         """A tensor became a ghost, since an operation on ghosts writes to it."""
 
+    def hooked(self, x: Ghost) -> None:
+        """A ghost was given a hook outside of layers."""
+
     def refused(self, message: str) -> BaseException:
         """The error for an operation that cannot be done without numbers."""
 

@@ -190,6 +190,8 @@ class _NoHook:
 def _hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Who computes the value has the hook: also who makes it here of parameters, later on."""
     x, hook = args if len(args) > 1 else (*args, kwargs["hook"])
+    if (run := RUN.get()) is not None and not run.inside:
+        run.hooked(x)
     hooks = x.__dict__.setdefault("hooks", OrderedDict())
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook

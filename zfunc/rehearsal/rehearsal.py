@@ -363,6 +363,15 @@ class _Rehearsal:
             )
         self.crossing[self.chunk].setdefault(label, (g.home, g.spec))
 
+    def hooked(self, x: Ghost) -> None:
+        """Whoever makes a value has its hooks, and comes no further than to the next stage."""
+        if not x.light and x.home < self.chunk:
+            raise self._fail(
+                f"at {site()}, in stage {self.chunk} of a pipeline, a hook was given to a value of "
+                f"shape {list(x.form.shape)} that stage {x.home} has computed and passed on. Give "
+                "it where the value is made: behind the layer that returns it, before the next one."
+            )
+
     def check_group(self, ranks: Group) -> None:
         """Nothing that all stages have to take part in: each is somewhere else in the loss."""
         staged = any(unit.chunk for unit in self.layout.units)
@@ -541,7 +550,7 @@ def _alias(x: Ghost, n: int) -> Ghost:
 
 def _version(x: Any) -> Any:
     if type(x) is Ghost:
-        return x.memory.version
+        return "elsewhere", x.memory.version  # a tensor that a ghost is added to becomes one, too
     return x._version if isinstance(x, Tensor) and not x.is_inference() else None
 
 
