@@ -223,7 +223,24 @@ def _learnt(
     def seen(x: Tensor) -> Given | Fresh:
         if id(x) in index:
             return Given(index[id(x)])
-        return Fresh(shape_of(x), memory.get(x.untyped_storage()._cdata, -1))
+        held = memory.get(x.untyped_storage()._cdata, -1)
+        return Fresh(shape_of(_in_order(func, x, metas)), held)
 
     writes = tuple(i for i, x in enumerate(metas) if x._version)
     return Outcome(_mapped(out, seen), writes, counting.flops)
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _in_order(func: Any, x: Tensor, given: list[Tensor]) -> Tensor:
+    """A result in the order of memory that it has elsewhere: on ``meta`` a convolution of images
+    whose channels come last gives others."""
+    order = CHANNELS_LAST.get(x.dim())
+    if order is None or "conv" not in getattr(func, "__name__", ""):
+        return x
+    last = (
+        y.dim() == x.dim() and y.is_contiguous(memory_format=order) and not y.is_contiguous()
+        for y in given
+    )
+    return x.contiguous(memory_format=order) if any(last) else x
