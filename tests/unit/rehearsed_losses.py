@@ -612,3 +612,58 @@ def hooks_on_results(p: Any, ids: Tensor) -> Tensor:
         if x.requires_grad:
             x.register_hook(lambda g: g * 0.9)
     return end(x, p)
+
+
+# --- what no layer is given ----------------------------------------------------------------------
+
+
+@loss
+def a_residual_outside_of_layers(p: Any, ids: Tensor) -> Tensor:
+    x = F.embedding(ids, p["embed"])
+    for layer in p["layers"]:
+        x = x + zf.layer(block, layer, F.layer_norm(x, (WIDTH,)))
+    return end(x, p)
+
+
+@loss
+def a_sum_beside_the_layers(p: Any, ids: Tensor) -> Tensor:
+    """As of what balances experts."""
+
+    def run(q: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = block(q, x)
+        return x, x.softmax(-1).square().mean()
+
+    x, total = F.embedding(ids, p["embed"]), torch.zeros(())
+    for layer in p["layers"]:
+        x, balance = zf.layer(run, layer, x)
+        total = total + balance
+    return end(x, p) + 0.1 * total
+
+
+@loss
+def the_first_value_at_the_end(p: Any, ids: Tensor) -> Tensor:
+    x = first = F.embedding(ids, p["embed"]) * 2
+    for layer in p["layers"]:
+        x = zf.layer(block, layer, x)
+    return end(x + first, p)
+
+
+@loss
+def halves_between(p: Any, ids: Tensor) -> Tensor:
+    x = F.embedding(ids, p["embed"])
+    for layer in p["layers"]:
+        left, right = (x * p["scale"]).chunk(2, -1)
+        y = zf.layer(block, layer, torch.cat([right, left.flip(-1)], -1))
+        x = torch.cat([y[..., :3] + left, y[..., 3:] - right], -1)
+    return end(x, p)
+
+
+@loss
+def all_results_are_read_at_the_end(p: Any, ids: Tensor) -> Tensor:
+    x = F.embedding(ids, p["embed"])
+    seen = [torch.tanh(x)]
+    for layer in p["layers"]:
+        x = zf.layer(block, layer, x)
+        seen.append(torch.tanh(x) * len(seen))
+        x = x * 0.5
+    return end(sum(seen[:-1], seen[-1]), p)

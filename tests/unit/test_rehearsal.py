@@ -260,7 +260,8 @@ def test_a_value_that_no_layer_was_given_is_named() -> None:
         for k, layer in enumerate(p["layers"]):
             x = zf.layer(block, layer, x)
             if k == 0:
-                middle = x * 2 + 1
+                middle = x * 2
+                middle[..., :3].zero_()  # what that gives is another tensor
         return end(x + middle, p)
 
     with pytest.raises(
@@ -269,6 +270,29 @@ def test_a_value_that_no_layer_was_given_is_named() -> None:
         rehearsed(fn, 2)
     with pytest.raises(CompositionError, match="as an argument"):
         rehearsed(fn, 4)
+
+
+def test_what_a_function_of_the_users_gives_between_layers_is_named() -> None:
+    """What its forward computes is not what it returns."""
+
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 3
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return grads[0] * 2
+
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            tripled: Any = Tripled.apply(x)
+            x = zf.layer(block, layer, torch.tanh(x)) + tripled
+        return end(x, p)
+
+    with pytest.raises(CompositionError, match="that no layer was given"):
+        rehearsed(fn, 2)
 
 
 def test_layers_out_of_order_are_named() -> None:

@@ -8,6 +8,7 @@ values that others need have been met; then the run ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.primitives import CALLED
 from zfunc.errors import CompositionError, NonFiniteError
 from zfunc.rehearsal import known
+from zfunc.rehearsal.between import Between, BetweenLayers
 from zfunc.rehearsal.ghosts import (
     RUN,
     Ghost,
@@ -32,7 +34,7 @@ from zfunc.rehearsal.ghosts import (
     named,
     settle,
 )
-from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
+from zfunc.rehearsal.plans import MADE, Called, Label, Rehearsed, Same, Spec
 from zfunc.rehearsal.results import flattened, replaced
 from zfunc.rehearsal.shapes import shape_with
 from zfunc.rehearsal.sites import site
@@ -172,6 +174,7 @@ class ChunkRun:
         self.taken: list[tuple[Tensor, set[int]]] = []  # received ones, and hooks given in layers
         self.last = chunk == plan.chunks - 1
         self.next, self.failed = 0, -1
+        self.between = Between()
         self.back: list[int] = []  # to which call backward has come; it holds no tensors
         self.error: BaseException | None = None
 
@@ -212,8 +215,10 @@ class ChunkRun:
         if self.chunk == 0:
             self._activate()
         tokens = RUN.set(self), CALLED.set(False)
+        watched = BetweenLayers(self) if self.route.between else nullcontext()
         try:
-            out = fn(tree_of(self.roots), *args, **dict(kwargs or {}))
+            with watched:
+                out = fn(tree_of(self.roots), *args, **dict(kwargs or {}))
         except Done:
             out = None
         finally:
@@ -232,8 +237,7 @@ class ChunkRun:
 
     def _give(self) -> None:
         if lacking := self.route.gives - self.outs.keys():
-            n = min(lacking)[0]
-            raise self._differs(f"layer {self.plan.calls[n].name} was not given what it was then")
+            raise self._differs(f"{self._at(min(lacking))} was not given what it was then")
         self.send(self.outs)
 
     def _expected(self) -> str:
@@ -327,9 +331,10 @@ class ChunkRun:
         ins, _ = flattened((xs, kw))
         self._compare(n, plan, info, ins)
         self._meet(n, "in", ins)
-        if plan.chunk == self.chunk:
-            return self._compute(n, call, xs, kw, ins)
-        return self._skip(n, plan, ins)
+        run = self._skip if plan.chunk != self.chunk else partial(self._compute, call, xs, kw)
+        out = run(n, plan, ins)
+        self.between.behind(n)
+        return out
 
     def _compare(self, n: int, plan: Called, info: LayerInfo, ins: Sequence[Any]) -> None:
         layer = None if info.key is None else info.key[1]
@@ -346,10 +351,11 @@ class ChunkRun:
 
     def _compute(
         self,
-        n: int,
         call: Callable[..., Any],
         xs: tuple[Any, ...],
         kw: dict[str, Any],
+        n: int,
+        plan: Called,
         ins: Sequence[Any],
     ) -> Any:
         if not self.active:
@@ -450,45 +456,56 @@ class ChunkRun:
             if type(x) is Ghost and x.recipe is not None:
                 settle(x)
         for label in self.route.places.get((n, side), ()):
-            x = leaves[label[2]] if label[2] < len(leaves) else None
-            if label in self.wanted:
-                if type(x) is Ghost:
-                    self._take(label, x)
-                else:
-                    self._made_of_others(label, x)
-            if label in self.route.gives and label not in self.outs:
-                self.outs[label] = self._sendable(label, x)
+            self._goes(label, leaves[label[2]] if label[2] < len(leaves) else None)
+
+    def made(self, func: Any, out: Any) -> None:
+        """A function of tensors has given something."""
+        for label, x in () if self.inside or self.over else self.between.labels(func, out):
+            if label in self.route.places.get(label[:2], ()):
+                self._goes(label, x)
+
+    def _goes(self, label: Label, x: Any) -> None:
+        if label in self.wanted:
+            if type(x) is Ghost:
+                self._take(label, x)
+            else:
+                self._made_of_others(label, x)
+        if label in self.route.gives and label not in self.outs:
+            self.outs[label] = self._sendable(label, x)
+
+    def _at(self, label: Label) -> str:
+        if label[0] < 0:
+            return "what comes before the first layer"
+        name = f"layer {self.plan.calls[label[0]].name}"
+        return f"what comes behind {name}" if label[1].startswith(MADE) else name
 
     def _sendable(self, label: Label, x: Any) -> Tensor:
-        name = self.plan.calls[label[0]].name
         self._make(x)  # given to another stage's layer as it is: no operation has used it
         if not isinstance(x, Tensor) or type(x) is Ghost:
-            raise self._differs(f"layer {name} has no value to send ({label})")
+            raise self._differs(f"{self._at(label)} has no value to send ({label})")
         to = next(to for found, to in self.plan.sends(self.chunk) if found == label)
         self._fits(label, self.plan.receives(to)[label][1], x)
         return x
 
     def _fits(self, label: Label, spec: Spec, x: Tensor) -> None:
-        name = self.plan.calls[label[0]].name
         if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
             raise self._differs(
-                f"layer {name} has a value of shape {list(x.shape)} and {x.dtype}, and not of "
+                f"{self._at(label)} has a value of shape {list(x.shape)} and {x.dtype}, and not of "
                 f"{list(spec.shape)} and {spec.dtype}"
             )
         if x.requires_grad and not spec.needs_grad:
-            raise self._differs(f"a value at layer {name} has a gradient")
+            raise self._differs(f"a value at {self._at(label)} has a gradient")
 
     def _made_of_others(self, label: Label, x: Any) -> None:
         """A value that comes, and was made here already of another that has come (``norm(x)``
         beside ``x``). It stays: its gradient goes the way of that one, and none goes back."""
         _, spec = self.wanted.pop(label)
         if not isinstance(x, Tensor):
-            name = self.plan.calls[label[0]].name
-            raise self._differs(f"layer {name} was not given what it was then")
+            raise self._differs(f"{self._at(label)} was not given what it was then")
         self._fits(label, spec, x)
         came = self.receive(label, spec).detach()
         if on_host(x) and not _is_near(x.detach(), came):
-            raise self._differs(f"layer {self.plan.calls[label[0]].name} was given other numbers")
+            raise self._differs(f"{self._at(label)} was given other numbers")
         self.inputs[label] = came.requires_grad_(spec.needs_grad)
 
     def _activate(self) -> None:

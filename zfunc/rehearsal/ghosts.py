@@ -148,6 +148,7 @@ class Ghost(Tensor):
         memory: shared with its views.
         version: how often that had been written to when it was made.
         within: the call of a layer in which it was made, and which alone has it; else -1.
+        made: its label by what has made it between layers, and how often it had been written to.
     """
 
     form: Shape
@@ -160,6 +161,7 @@ class Ghost(Tensor):
     memory: GhostMemory
     version: int
     within: int
+    made: tuple[Label, int] | None
 
     # What models ask for most, without the way through `__torch_function__`.
 
@@ -197,6 +199,11 @@ class Ghost(Tensor):
         if self.label is None or self.label[1] != self.memory.version:
             return None
         return self.label[0]
+
+    @property
+    def made_as(self) -> Label | None:
+        """Its label by what has made it, if it has not been written to since."""
+        return self.made[0] if self.made and self.made[1] == self.memory.version else None
 
     @property
     def spec(self) -> Spec:
@@ -247,6 +254,7 @@ def ghost_like(
     )
     own = new.__dict__
     own["form"], own["place"], own["maker"], own["label"] = form, device, maker, None
+    own["made"] = None
     own["tracked"] = needs
     own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or GhostMemory()
     own["version"], own["within"] = own["memory"].version, -1

@@ -12,11 +12,14 @@ import torch
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.results import Rebuild
 
-__all__ = ["Called", "ChunkRoute", "Label", "Rehearsed", "Same", "Spec"]
+__all__ = ["MADE", "Called", "ChunkRoute", "Label", "Rehearsed", "Same", "Spec"]
 
 Label = tuple[int, str, int]
 """A value, by where layers first meet it: which call of a layer, counted from 0, ``"in"`` or
-``"out"``, and its position among the flattened arguments or results."""
+``"out"``, and its position among the flattened arguments or results. One that no layer meets, by
+what made it behind which call, -1 before the first: ``"made by add"``, and its number there."""
+
+MADE = "made by "
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,14 @@ class ChunkRoute:
         last: the last call that it comes to: of its own, or one that shows a value that it gives.
         gives: the values that others need of it.
         places: what it needs and what it gives, by call and side.
+        between: whether some of it is made between layers, and met by none.
     """
 
     first: int
     last: int
     gives: frozenset[Label]
     places: Mapping[tuple[int, str], Sequence[Label]]
+    between: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +163,8 @@ class Rehearsed:
         for label in (*self.receives(chunk), *gives):
             places.setdefault(label[:2], []).append(label)
         last = max([*own, *(label[0] for label in gives)], default=-1)
-        return ChunkRoute(own[0] if own else -1, last, gives, places)
+        between = any(side.startswith(MADE) for _, side in places)
+        return ChunkRoute(own[0] if own else -1, last, gives, places, between)
 
     @cached_property
     def _sends(self) -> tuple[tuple[tuple[Label, int], ...], ...]:

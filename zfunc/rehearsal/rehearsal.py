@@ -29,6 +29,7 @@ from zfunc.layout.layout import Layout
 from zfunc.ranks.comm import Group
 from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.keys import scope
+from zfunc.rehearsal.between import Between
 from zfunc.rehearsal.eager import uncompiled
 from zfunc.rehearsal.failures import located
 from zfunc.rehearsal.ghosts import (
@@ -156,9 +157,14 @@ class _Silence(TorchFunctionMode):
             if isinstance(run, _Rehearsal):
                 run.check_group(args[0])
             return nothing_sent(*args, **(kwargs or {}))
-        if isinstance(run, _Rehearsal) and run.invents:
-            return run.traced(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        if not isinstance(run, _Rehearsal):
+            return func(*args, **(kwargs or {}))
+        if run.invents:
+            out = run.traced(func, args, kwargs or {})
+        else:
+            out = func(*args, **(kwargs or {}))
+        run.made(func, out)
+        return out
 
 
 class _Rehearsal:
@@ -181,6 +187,7 @@ class _Rehearsal:
         self.flops_between = [0]
         self.invented: list[tuple[Tensor, Tensor]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
+        self.between = Between()
         self.error: BaseException | None = None
         self.layer_of = {
             i: k for k, layer in enumerate(layout.layers) for i in range(layer.start, layer.stop)
@@ -353,7 +360,7 @@ class _Rehearsal:
                 )
 
     def _cross(self, g: Ghost, func: Any) -> None:
-        label = g.known_as
+        label = g.known_as or g.made_as
         if label is None:
             what = func if isinstance(func, str) else f"{named(func)} at {site()}"
             raise self._fail(
@@ -362,6 +369,12 @@ class _Rehearsal:
                 "to the layers as an argument, or compute it inside of them."
             )
         self.crossing[self.chunk].setdefault(label, (g.home, g.spec))
+
+    def made(self, func: Any, out: Any) -> None:
+        """Outside of layers, what may have to be sent has a name."""
+        for label, x in () if self.inside else self.between.labels(func, out):
+            if type(x) is Ghost:
+                x.made = label, x.memory.version
 
     def hooked(self, x: Ghost) -> None:
         """Whoever makes a value has its hooks, and comes no further than to the next stage."""
@@ -424,6 +437,7 @@ class _Rehearsal:
         for p in writes:
             if type(ins[p]) is not Ghost:
                 self._elsewhere(ins[p])
+        self.between.behind(n)
         self.calls[n] = replace(
             self.calls[n],
             inside=running.layer_calls - counted,
