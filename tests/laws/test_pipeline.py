@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import zfunc as zf
 from tests.laws import split_steps
@@ -114,6 +115,22 @@ def between(params: Any, batch: Any) -> Tensor:
     return mean_square(out, batch["y"]) + 0.01 * total
 
 
+def regions(params: Any, batch: Any) -> Tensor:
+    """What backward runs again has layers of several stages, or begins where one does."""
+
+    layers = list(params["blocks"])
+
+    def region(x: Tensor, first: int, last: int) -> Tensor:
+        for p in layers[first:last]:
+            x = zf.layer(lambda p, x: F.dropout(block(p, x), 0.2), p, x)
+        return torch.tanh(x) * 2
+
+    x = block(params["first"], batch["x"])
+    for first, last in ((0, 1), (1, 3), (3, len(layers))):
+        x = checkpoint(region, x, first, last, use_reentrant=False)
+    return mean_square(x @ params["head"]["w"] + params["head"]["b"], batch["y"])
+
+
 def some(path: str) -> bool:
     return "blocks.2" not in path and "head.b" not in path
 
@@ -122,6 +139,7 @@ STACK = Model(stack(), stack_loss, rows)
 BESIDE: dict[str, tuple[Model, Wrap, dict[str, Any]]] = {
     "remat": (STACK, zf.remat, {}),
     "between": (Model(stack(), between, rows), lambda f: f, {}),
+    "regions": (Model(stack(), regions, rows), lambda f: f, {}),
     "between, recomputed": (Model(stack(), between, rows), zf.remat, {}),
     "donate": (STACK, zf.donate, {}),
     "drop_layers": (STACK, lambda f: zf.drop_layers(f, theta=0.3), {}),

@@ -8,6 +8,7 @@ sums of gradients, and losses.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -50,6 +51,8 @@ from zfunc.trees.nodes import PLACED, Placed, Tree, leaves_in
 from zfunc.trees.reduction import linear_map
 
 __all__ = ["pipelined"]
+
+BACKWARD = 1 << 30  # in the place of a layer's number
 
 
 def pipelined(
@@ -105,6 +108,13 @@ class _Passage:
     loss: Tensor | None = None
     seed: Tensor | None = None
     backward: SplitBackward | None = None
+    scope_of: Callable[[int], AbstractContextManager[None]] | None = None
+
+    @property
+    def drawing(self) -> AbstractContextManager[None]:
+        """Backward's random numbers. A region that it runs again sets torch's generator, which
+        ranks that are threads have in common."""
+        return nullcontext() if self.scope_of is None else self.scope_of(BACKWARD)
 
 
 class _Step(PipelineStage):
@@ -205,6 +215,7 @@ class _Step(PipelineStage):
         part = self.parts[i, k] = _Passage(owner, self.run_of(i, k, source))
         drawn = partial(randomness, call=self.call + i)
         with self.within(owner) as running, drawn(running), torch.enable_grad():
+            part.scope_of = running.layer_scope
             out = part.run.run(self.fn, source.tree, *self.batches[i])
             owner.computed()
             if k == self.last:
@@ -240,7 +251,8 @@ class _Step(PipelineStage):
         outs, seeds = self._outs(i, k), self._seeds(i, k)
         inputs = part.run.inputs
         wanted = [x for x in inputs.values() if x.requires_grad]
-        found = part.owner.go_back(outs, seeds, wanted) if outs else ()
+        with part.drawing:
+            found = part.owner.go_back(outs, seeds, wanted) if outs else ()
         grads = {id(x): g for x, g in zip(wanted, found, strict=False)}
         self._reply(i, k, {label: grads.get(id(x)) for label, x in inputs.items()})
         self._done(i, k)
@@ -254,16 +266,20 @@ class _Step(PipelineStage):
         def tell(grads: list[Tensor | None]) -> None:
             self._reply(i, k, dict(zip(inputs, grads, strict=False)))
 
-        part.backward.of_inputs(self._seeds(i, k), tell)
+        seeds = self._seeds(i, k)
+        with part.drawing:
+            part.backward.of_inputs(seeds, tell)
         for _, x in begins:
             if x._backward_hooks:  # they have run, and backward goes on from here
                 x._backward_hooks.clear()
         part.run.outs, part.run.inputs, part.run.begins, part.loss = {}, {}, {}, None
+        part.run.skipped.clear()
 
     def _weights(self, i: int, k: int) -> None:
-        backward = self.parts[i, k].backward
-        assert backward is not None
-        backward.of_weights()
+        part = self.parts[i, k]
+        assert part.backward is not None
+        with part.drawing:
+            part.backward.of_weights()
         self._done(i, k)
 
     def _reply(self, i: int, k: int, grads: Mapping[Label, Tensor | None]) -> None:

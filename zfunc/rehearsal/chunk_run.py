@@ -174,6 +174,7 @@ class ChunkRun:
         self.taken: list[tuple[Tensor, set[int]]] = []  # received ones, and hooks given in layers
         self.last = chunk == plan.chunks - 1
         self.next, self.failed = 0, -1
+        self.skipped: dict[int, Any] = {}  # what stands for results of layers that do not run here
         self.between = Between()
         self.back: list[int] = []  # to which call backward has come; it holds no tensors
         self.error: BaseException | None = None
@@ -324,8 +325,8 @@ class ChunkRun:
         if n is None or self.inside:
             return call(*xs, **kw)
         plan = self.plan.calls[n]
-        if n < self.next and plan.chunk == self.chunk:  # once more, in backward
-            return call(*xs, **kw)
+        if n < self.next and (plan.chunk == self.chunk or n in self.skipped):  # in backward
+            return call(*xs, **kw) if plan.chunk == self.chunk else self.skipped[n]
         if self.over:
             raise Done
         ins, _ = flattened((xs, kw))
@@ -424,7 +425,8 @@ class ChunkRun:
             self._written(ins[p], plan.chunk)
         outs = [self._stands_for(x, plan.chunk, ins) for x in plan.results]
         self._meet(n, "out", outs)
-        return plan.rebuild(outs)
+        self.skipped[n] = plan.rebuild(outs)
+        return self.skipped[n]
 
     def _stands_for(self, x: Any, chunk: int, ins: Sequence[Any]) -> Any:
         if type(x) is Same:

@@ -305,7 +305,7 @@ def become(x: Tensor, new: Tensor) -> None:
     Raises:
         CompositionError: autograd or a view holds on to one of them.
     """
-    if _holders(x) > 1 or _holders(new) > 1:
+    if holders(x) > 1 or holders(new) > 1:
         raise CompositionError(
             f"a tensor of shape {list(x.shape)} that is computed, or written to, by another stage "
             f"of a pipeline is held by autograd or has views, at {site()}. Give layers a tensor of "
@@ -316,7 +316,7 @@ def become(x: Tensor, new: Tensor) -> None:
     torch._C._swap_tensor_impl(x, new)
 
 
-def _holders(x: Any) -> int:
+def holders(x: Any) -> int:
     """How many hold on to a tensor below Python."""
     return int(x._use_count())
 

@@ -39,6 +39,7 @@ from zfunc.rehearsal.ghosts import (
     form_of,
     ghost_leaves,
     ghost_like,
+    holders,
     named,
     settle,
 )
@@ -477,7 +478,9 @@ class _Rehearsal:
             if x.light and x.recipe is not None:  # from here on it is a value of this chunk
                 self._use(x, "")
                 x.maker, x.leaves, x.recipe = self.chunk, None, None
-            if not x.light and x.known_as is None:
+            # What a region that backward runs again has kept is to come before that.
+            kept = holders(x) > 1 and x.made_as is not None
+            if not x.light and x.known_as is None and not kept:
                 x.label = (n, side, p), x.memory.version
 
     def _results(self, ins: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
@@ -556,7 +559,7 @@ def _alias(x: Ghost, n: int) -> Ghost:
     """A ghost for the time of one call, with the same memory: what a layer does with it, other
     than to return it, is no one else's."""
     made = ghost_like(x.form, x.device, x.maker, x.tracked, x.leaves, x.recipe, x.memory)
-    made.label, made.version, made.within = x.label, x.version, n
+    made.label, made.version, made.within, made.made = x.label, x.version, n, x.made
     marks = {key: value for key, value in x.__dict__.items() if key.startswith("_zfunc")}
     made.__dict__.update(marks)
     return made
