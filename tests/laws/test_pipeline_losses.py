@@ -144,6 +144,14 @@ def numbers_of_the_batch(p: Any, batch: Any) -> Tensor:
     return end(x, batch) * many
 
 
+def writing_to_containers(p: Any, batch: Any) -> Tensor:
+    """Each chunk's run of a microbatch finds them as they came."""
+    batch["x"] = batch["x"] * 0.5
+    batch["seen"], y = [batch["x"]], batch.pop("y")
+    x = through(p, batch["x"], lambda q, x: layer(q, x) + 0.1 * batch["x"])
+    return end(x, {"y": y}) + len(batch["seen"])
+
+
 RIGHT: list[Loss] = [base, layers_twice, outputs_twice, closing_over_an_early_value]
 RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, structures]
 RIGHT += [written_in_place, a_layer_that_does_not_run]
@@ -162,6 +170,31 @@ def test_losses_that_are_right(loss: Loss, schedule: str) -> None:
         lambda: model.trained(lambda f: zf.pipeline(f, 3, schedule, pipe=2), steps=2)
     )()
     for run in found:
+        assert_near(run, wanted, 1e-9)
+
+
+def writing_to_arrays(p: Any, batch: Any) -> Tensor:
+    x = torch.from_numpy(batch["x"]).mul_(0.5)
+    x = through(p, x, lambda q, y: layer(q, y) + 0.1 * x)
+    return end(x, {"y": torch.from_numpy(batch["y"])})
+
+
+def arrays(i: int) -> Any:
+    return {name: x.numpy() for name, x in rows(i).items()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    ("loss", "batch"), [(writing_to_containers, rows), (writing_to_arrays, arrays)]
+)
+def test_losses_that_write_to_what_is_their_own(
+    loss: Loss, batch: Callable[[int], Any], schedule: str
+) -> None:
+    model = Model(params(), loss, batch)
+    wanted = model.trained(lambda f: zf.accumulate(f, 3), steps=2)
+    for run in zf.simulate(2)(
+        lambda: model.trained(lambda f: zf.pipeline(f, 3, schedule, pipe=2), steps=2)
+    )():
         assert_near(run, wanted, 1e-9)
 
 

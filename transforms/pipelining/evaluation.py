@@ -110,7 +110,7 @@ def _run(stage: PipelineStage) -> list[Any]:
         for _, i, k in stage.actions[stage.me]:
             stage.wire.post_ahead()
             with stage.telling(("F", i, k)):
-                out = forward(stage, i, k, *stage.batches[i])
+                out = forward(stage, i, k, *stage.given(i))
             if k == stage.last:
                 outs.append(out)
         stage.wire.finish()

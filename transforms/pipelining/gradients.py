@@ -205,7 +205,7 @@ class _Step(PipelineStage):
         part = self.parts[i, k] = _Passage(owner, self.run_of(i, k, source))
         drawn = partial(randomness, call=self.call + i)
         with self.within(owner) as running, drawn(running), torch.enable_grad():
-            out = part.run.run(self.fn, source.tree, *self.batches[i])
+            out = part.run.run(self.fn, source.tree, *self.given(i))
             owner.computed()
             if k == self.last:
                 self._lose(part, out)

@@ -29,6 +29,7 @@ from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label, Rehearsed, Spec
 from zfunc.rehearsal.rehearsal import rehearse
+from zfunc.rehearsal.results import own
 from zfunc.transforms.pipelining.failures import telling
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.trees.nodes import NAMESPACE
@@ -195,6 +196,12 @@ class PipelineStage:
         return [u for u, unit in enumerate(self.layout.units) if unit.chunk == k and of[u] >= 0]
 
     # One microbatch in one chunk
+
+    def given(self, i: int) -> Arguments:
+        """The other arguments, for one run. A loss may write to its batch's dicts and arrays, and
+        runs once for each chunk: each run has its own. Tensors that are written to are refused."""
+        args, kwargs = self.batches[i]
+        return own(args), own(kwargs)
 
     def telling(self, action: tuple[str, int, int]) -> AbstractContextManager[None]:
         """A block that is one action of this stage: its errors say so, on all ranks."""

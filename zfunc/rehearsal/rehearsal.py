@@ -44,7 +44,7 @@ from zfunc.rehearsal.ghosts import (
 from zfunc.rehearsal.known import nothing_sent
 from zfunc.rehearsal.own_copies import OwnCopies
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
-from zfunc.rehearsal.results import flattened, replaced
+from zfunc.rehearsal.results import flattened, is_array, replaced
 from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.work import Counting
@@ -563,12 +563,13 @@ def _copied(tree: Any) -> tuple[Any, list[Tensor]]:
     """Arguments that may be written to, and the copies that are among them."""
     copies: dict[int, Tensor] = {}
 
-    def copy(x: Tensor) -> Tensor:
+    def copy(x: Any) -> Any:
         if type(x) is not Tensor or x.requires_grad:
-            return x
+            return x.copy() if is_array(x) else x
         return copies.setdefault(id(x), x.clone())
 
-    return replaced(tree, copy), list(copies.values())
+    leaves, rebuild = flattened(tree)
+    return rebuild([copy(x) for x in leaves]), list(copies.values())
 
 
 def _beside(running: Context) -> Context:
