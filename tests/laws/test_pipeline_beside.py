@@ -132,7 +132,7 @@ def values(batch: Any) -> Any:
     return {"count": int((x > 0).sum()), "mean": float(x.mean()), "any": bool(x[0, 1] > 0)}, more
 
 
-def on_two_stages(call: Callable[..., Any], given: Any) -> list[Any]:
+def on_two_stages(call: Any, given: Any) -> list[Any]:
     def body() -> list[Any]:
         placed = call.place(given)
         return [call(placed, rows(i)) for i in range(3)]

@@ -6,6 +6,7 @@ Nothing in between: each of these ran somewhere else in a pipeline than it looks
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -273,6 +274,42 @@ def writing_to_the_batch(p: Any, batch: Any) -> Tensor:
     return base(p, batch)
 
 
+@dataclass
+class Total:
+    value: Tensor
+
+
+def filling(fill: Callable[[Any, Tensor], None], made: Callable[[], Any]) -> Loss:
+    """A loss of which each layer changes what it is given."""
+
+    def fn(q: Any, x: Tensor, kept: Any) -> Tensor:
+        y = layer(q, x)
+        fill(kept, y.square().mean())
+        return y
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        x, kept = batch["x"], made()
+        for each in (*p["blocks"], *p["more"]):
+            x = zf.layer(fn, each, x, kept)
+        return end(x, batch) + (kept.value if type(kept) is Total else sum(tree.leaves(kept)))
+
+    return loss
+
+
+def adds_to_the_first(kept: Any, x: Tensor) -> None:
+    kept[0] = kept[0] + x
+
+
+def adds_to_a_field(kept: Any, x: Tensor) -> None:
+    kept.value = kept.value + x
+
+
+def renames(kept: Any, x: Tensor) -> None:
+    name, value = kept.popitem()
+    kept[name + "'"] = value
+
+
+FILLED = "changes a list, dict or dataclass that it was given"
 WRONG: list[tuple[Loss, str]] = [
     (in_a_loop, "example= of a batch"),
     (from_the_last_to_the_first, "example= of a batch"),
@@ -286,6 +323,10 @@ WRONG: list[tuple[Loss, str]] = [
     (a_number_of_a_layer, "What depends on numbers is to be a tensor"),
     (a_number_of_the_batch_from_a_layer, "What depends on numbers is to be a tensor"),
     (writing_to_the_batch, r"x\.clone\(\)"),
+    (filling(list.append, list), FILLED),
+    (filling(adds_to_the_first, lambda: [torch.zeros((), dtype=F64)]), FILLED),
+    (filling(adds_to_a_field, lambda: Total(torch.zeros((), dtype=F64))), FILLED),
+    (filling(renames, lambda: {"a": torch.zeros((), dtype=F64)}), FILLED),
 ]
 
 

@@ -48,7 +48,7 @@ from zfunc.rehearsal.results import flattened, is_array, replaced
 from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.work import Counting
-from zfunc.trees.nodes import Tree
+from zfunc.trees.nodes import OPAQUE, Tree
 
 __all__ = ["GhostRef", "Seam", "outer_tree", "rehearse"]
 
@@ -338,6 +338,14 @@ class _Rehearsal:
             "the layer return it."
         )
 
+    def _changes(self, n: int) -> CompositionError:
+        name = self.calls[n].name
+        return self._fail(
+            f"layer {name} changes a list, dict or dataclass that it was given, in stage "
+            f"{self.chunk} of a pipeline: stages that do not run the layer have it as it was. Let "
+            "the layer return what it puts there."
+        )
+
     def _use_leaves(self, leaves: frozenset[int]) -> None:
         for i in leaves - self.uses[self.chunk]:
             k = self.layer_of.get(i)
@@ -393,7 +401,7 @@ class _Rehearsal:
         own = {id(x): _alias(x, n) for x in ins if type(x) is Ghost}
         if own:
             xs, kw = remake([own.get(id(x), x) for x in ins])
-        before = [_version(x) for x in ins]
+        before, shown = [_version(x) for x in ins], _shown(xs, kw)
         running = context.current()
         assert running is not None
         counted = running.layer_calls
@@ -405,6 +413,8 @@ class _Rehearsal:
             raise
         finally:
             self.within = -1
+        if self.chunks > 1 and _shown(xs, kw) != shown:
+            raise self._changes(n)
         outs, rebuild = flattened(out)
         given = {id(alias): x for x in ins if (alias := own.get(id(x))) is not None}
         new = self._results(ins, [given.get(id(x), x) for x in outs])
@@ -537,6 +547,13 @@ def _alias(x: Ghost, n: int) -> Ghost:
     marks = {key: value for key, value in x.__dict__.items() if key.startswith("_zfunc")}
     made.__dict__.update(marks)
     return made
+
+
+def _shown(xs: tuple[Any, ...], kw: dict[str, Any]) -> tuple[Any, list[int]]:
+    """What containers hold: how they stand in each other, and which leaves they have."""
+    given: Any = (xs, kw)
+    spec = optree.tree_structure(given, none_is_leaf=True, namespace=OPAQUE)
+    return spec, [id(x) for x in flattened(given)[0]]
 
 
 def _version(x: Any) -> Any:
