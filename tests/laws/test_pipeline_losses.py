@@ -5,10 +5,12 @@ Nothing in between: each of these ran somewhere else in a pipeline than it looks
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -269,6 +271,21 @@ def a_number_of_the_batch_from_a_layer(p: Any, batch: Any) -> Tensor:
     return end(x, batch) * total
 
 
+class Side(enum.Enum):
+    LEFT, RIGHT = 0, 1
+
+
+def a_value_of_a_layer(made: Callable[[Tensor], Any], read: Callable[[Any], float]) -> Loss:
+    def loss(p: Any, batch: Any) -> Tensor:
+        x, total = batch["x"], 0.0
+        for each in (*p["blocks"], *p["more"]):
+            x, value = zf.layer(lambda q, x: (layer(q, x), made(x.detach())), each, x)
+            total += read(value)
+        return end(x, batch) * total
+
+    return loss
+
+
 def writing_to_the_batch(p: Any, batch: Any) -> Tensor:
     batch["x"].mul_(0.5)
     return base(p, batch)
@@ -322,6 +339,9 @@ WRONG: list[tuple[Loss, str]] = [
     (layers_by_the_batch, "in the place of layer"),
     (a_number_of_a_layer, "What depends on numbers is to be a tensor"),
     (a_number_of_the_batch_from_a_layer, "What depends on numbers is to be a tensor"),
+    (a_value_of_a_layer(lambda x: (x > 0).numpy().sum(), int), "is to be a tensor"),
+    (a_value_of_a_layer(lambda x: x.numpy().copy(), np.mean), "is to be a tensor"),
+    (a_value_of_a_layer(lambda x: Side(int(x.max() > 1)), lambda e: e.value), "is to be a tensor"),
     (writing_to_the_batch, r"x\.clone\(\)"),
     (filling(list.append, list), FILLED),
     (filling(adds_to_the_first, lambda: [torch.zeros((), dtype=F64)]), FILLED),

@@ -18,9 +18,9 @@ from zfunc.ranks.comm import Group, even_cuts
 from zfunc.ranks.keys import is_key
 from zfunc.rehearsal.plans import Rehearsed, Spec
 from zfunc.rehearsal.results import flattened, is_array
+from zfunc.rehearsal.values import is_number
 from zfunc.transforms.pipelining.results import broadcast
 from zfunc.transforms.pipelining.stage import PipelineStage
-from zfunc.transforms.pipelining.values import is_number
 from zfunc.trees.nodes import NAMESPACE, PLACED, Placed, leaves_in
 
 __all__ = ["can_be_staged", "evaluated", "forward", "forward_rows", "predicted"]

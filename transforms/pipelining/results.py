@@ -12,7 +12,8 @@ from zfunc.errors import CompositionError
 from zfunc.ranks.comm import Group
 from zfunc.rehearsal.plans import Spec
 from zfunc.rehearsal.results import flattened
-from zfunc.transforms.pipelining.values import WIDTH, is_value, read, written
+from zfunc.rehearsal.values import is_value
+from zfunc.transforms.pipelining.values import WIDTH, read, written
 
 __all__ = ["broadcast"]
 

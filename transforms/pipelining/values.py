@@ -7,16 +7,12 @@ row of bytes as wide as all others, so that what is sent does not depend on it.
 from __future__ import annotations
 
 import struct
-import sys
-from enum import Enum
 from typing import Any
 
-import torch
-
 from zfunc.errors import CompositionError
-from zfunc.rehearsal.results import is_array
+from zfunc.rehearsal.values import is_number, is_same
 
-__all__ = ["WIDTH", "is_number", "is_value", "read", "written"]
+__all__ = ["WIDTH", "read", "written"]
 
 _FORMS: dict[type, str] = {bool: "?", int: "q", float: "d", complex: "dd"}
 _KINDS = tuple(_FORMS)
@@ -24,17 +20,6 @@ WIDTH = 17  # bytes: what follows, and a number
 # 0: as in the rehearsal, also where nobody has sent anything. From 1 on: a number of these kinds;
 # from _TYPED on it has the type that it had then (an enum's, one of NumPy's).
 _TYPED, _OTHER = 16, 255
-
-
-def is_value(x: Any) -> bool:
-    """Whether something that is no tensor is to be the same on all stages."""
-    return is_number(x) or isinstance(x, str | bytes | Enum | torch.dtype) or is_array(x)
-
-
-def is_number(x: Any) -> bool:
-    """Whether something is a number of Python or of NumPy."""
-    numpy = sys.modules.get("numpy")
-    return isinstance(x, _KINDS) or (numpy is not None and isinstance(x, numpy.generic))
 
 
 def written(x: Any, then: Any) -> bytes:
@@ -52,20 +37,11 @@ def written(x: Any, then: Any) -> bytes:
             except struct.error:  # an integer of more than 64 bits
                 break
             return bytes([code]) + packed.ljust(WIDTH - 1, b"\0")
-    return bytes([0 if _is_same(x, then) else _OTHER]).ljust(WIDTH, b"\0")
+    return bytes([0 if is_same(x, then) else _OTHER]).ljust(WIDTH, b"\0")
 
 
 def _parts(number: Any) -> tuple[Any, ...]:
     return (number.real, number.imag) if type(number) is complex else (number,)
-
-
-def _is_same(x: Any, then: Any) -> bool:
-    """Whether two values are one."""
-    if type(x) is not type(then):
-        return False
-    if is_array(x):
-        return x.dtype == then.dtype and x.shape == then.shape and x.tobytes() == then.tobytes()
-    return bool(x == then)
 
 
 def read(row: bytes, then: Any, position: int) -> Any:

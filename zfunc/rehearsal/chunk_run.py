@@ -32,9 +32,10 @@ from zfunc.rehearsal.ghosts import (
     settle,
 )
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
-from zfunc.rehearsal.results import flattened, replaced
+from zfunc.rehearsal.results import flattened, is_array, replaced
 from zfunc.rehearsal.shapes import shape_with
 from zfunc.rehearsal.sites import site
+from zfunc.rehearsal.values import is_same, is_value
 from zfunc.trees.nodes import Tree
 
 __all__ = ["ChunkRun", "Done"]
@@ -46,20 +47,19 @@ class Done(BaseException):
     """A chunk has computed all that it has to; no ``except Exception`` in a model may keep it."""
 
 
-PLAIN = (bool, int, float, complex, str)
-
-
 def _stands(then: Any, x: Any) -> bool:
     """Whether what a layer returned in the rehearsal stands for what it returns."""
     if isinstance(x, Tensor):
         return isinstance(then, Spec | Same)
     if isinstance(then, Spec):
         return False
-    return not isinstance(x, PLAIN) or type(then) is Same or x == then or x != x
+    if not is_value(x) or type(then) is Same:
+        return True
+    return is_same(x, then) if is_array(x) or is_array(then) else bool(x == then or x != x)
 
 
 def _told(x: Any) -> str:
-    return repr(x) if isinstance(x, PLAIN) else f"a {type(x).__name__}"
+    return repr(x) if is_value(x) and not is_array(x) else f"a {type(x).__name__}"
 
 
 def _become_own(ghost: Ghost, new: Tensor) -> None:
