@@ -6,6 +6,7 @@ Nothing in between: each of these ran somewhere else in a pipeline than it looks
 from __future__ import annotations
 
 import enum
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -197,6 +198,32 @@ def test_losses_that_write_to_what_is_their_own(
     wanted = model.trained(lambda f: zf.accumulate(f, 3), steps=2)
     for run in zf.simulate(2)(
         lambda: model.trained(lambda f: zf.pipeline(f, 3, schedule, pipe=2), steps=2)
+    )():
+        assert_near(run, wanted, 1e-9)
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, UserDict, dict])
+def test_batches_of_another_length(kind: Any) -> None:
+    """What they are made of is looked into: arrays, dataclasses, kinds of dicts."""
+
+    def batch(i: int) -> Any:
+        made = rows(i, 24 if i == 0 else 12)
+        return kind(**({k: x.numpy() for k, x in made.items()} if kind is dict else made))
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        x, y = vars(batch).values() if kind is Pair else (batch["x"], batch["y"])
+        return base(p, {"x": torch.as_tensor(x), "y": torch.as_tensor(y)})
+
+    model = Model(params(), loss, batch)
+    wanted = model.trained(lambda f: zf.accumulate(f, 3), steps=3)
+    for run in zf.simulate(2)(
+        lambda: model.trained(lambda f: zf.pipeline(f, 3, pipe=2), steps=3)
     )():
         assert_near(run, wanted, 1e-9)
 

@@ -29,7 +29,8 @@ from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label, Rehearsed, Spec
 from zfunc.rehearsal.rehearsal import rehearse
-from zfunc.rehearsal.results import own
+from zfunc.rehearsal.results import fields_of, is_array, own
+from zfunc.rehearsal.values import is_value
 from zfunc.transforms.pipelining.failures import telling
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.trees.nodes import NAMESPACE
@@ -273,12 +274,19 @@ def chunks_of_layers(layout: Layout) -> tuple[int, ...]:
 
 
 def _signature(arguments: Any) -> tuple[Any, ...]:
-    """What a rehearsal depends on: shapes and dtypes of tensors, and all that is plain."""
+    """What a rehearsal depends on: shapes and dtypes of tensors and arrays, and plain values."""
     leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True, namespace=NAMESPACE)
-    rows: list[Any] = []
-    for x in leaves:
-        if isinstance(x, Tensor):
-            rows.append((tuple(x.shape), x.dtype, x.device))
-        else:
-            rows.append(x if isinstance(x, bool | int | float | str) else type(x))
-    return spec, tuple(rows)
+    return spec, tuple(map(_signature_of, leaves))
+
+
+def _signature_of(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype, x.device
+    if is_array(x):
+        return x.shape, x.dtype
+    if is_value(x):
+        return type(x), x  # True is 1, and no number
+    within = fields_of(x)
+    if within is None:
+        return type(x)
+    return type(x), *((name, _signature(value)) for name, value in within)

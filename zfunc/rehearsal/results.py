@@ -19,7 +19,7 @@ from torch import Tensor
 from zfunc.engine.batches import mapped
 from zfunc.trees.nodes import OPAQUE
 
-__all__ = ["Rebuild", "flattened", "is_array", "own", "replaced"]
+__all__ = ["Rebuild", "fields_of", "flattened", "is_array", "own", "replaced"]
 
 Rebuild = Callable[[Sequence[Any]], Any]
 """A function from leaves to the structure that they were in."""
@@ -64,6 +64,11 @@ def replaced(tree: Any, new: Callable[[Tensor], Any]) -> Any:
     """The tree with each of its tensors replaced."""
     leaves, rebuild = flattened(tree)
     return rebuild([new(x) if isinstance(x, Tensor) else x for x in leaves])
+
+
+def fields_of(x: Any) -> list[tuple[Any, Any]] | None:
+    """Names and values of a dataclass or a kind of dict; None of anything else."""
+    return [*_items(x)] if _is_record(x, ()) else None
 
 
 def is_array(x: Any) -> bool:
