@@ -23,6 +23,7 @@ from tests.laws import covering
 from tests.laws.cases import assert_near, numbers
 from tests.laws.pipelines import F64, TX, Model, rows
 from zfunc import optim, tree
+from zfunc.transforms.pipelining import stage as pipelining_stage
 
 Loss = Callable[[Any, Any], Any]
 
@@ -226,6 +227,36 @@ def test_batches_of_another_length(kind: Any) -> None:
         lambda: model.trained(lambda f: zf.pipeline(f, 3, pipe=2), steps=3)
     )():
         assert_near(run, wanted, 1e-9)
+
+
+def test_what_is_remembered_of_numbers_that_change_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what is rehearsed anew ends where it would have."""
+    monkeypatch.setattr(pipelining_stage, "REMEMBERED", 3)
+
+    def batch(i: int) -> Any:
+        return {**rows(i), "factor": 1.0 + i % 5}
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        return base(p, batch) * batch["factor"]
+
+    model = Model(params(), loss, batch)
+
+    def run() -> Any:
+        step = zf.pipeline(zf.train_step(loss, TX), 3, pipe=2)
+        state = step.place(zf.TrainState.create(params(), TX))
+        losses = []
+        for i in range(7):
+            state, metrics = step(state, batch(i))
+            losses.append(metrics)
+        memo = step._memo()
+        assert len(memo["rehearsed"]) == len(memo["messages"]) == 3
+        return losses, step.unplace(state).params
+
+    losses, state = model.trained(lambda f: zf.accumulate(f, 3), steps=7)
+    for found in zf.simulate(2)(run)():
+        assert_near(found, (losses, state.params), 1e-9)
 
 
 # What stages cannot do

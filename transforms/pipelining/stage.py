@@ -39,6 +39,7 @@ __all__ = ["PipelineStage", "chunks_of_layers", "flat_spec"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Rows = Sequence[Sequence[tuple[str, int, int]]]
+REMEMBERED = 64  # rehearsals, and sums of what is sent: those of the last shapes that came
 
 
 class PipelineStage:
@@ -77,12 +78,8 @@ class PipelineStage:
         self._found: list[tuple[Any, Rehearsed]] = []
         self.plans = [self._rehearsed(name, chunks, i, *each) for i, each in enumerate(batches)]
         self.lent: dict[int, tuple[int, list[int]]]
-        known: dict[Any, Any] = running.memo.setdefault("messages", {})
-        key = (name, ranks.size, *map(id, self.plans))  # which the memo keeps
-        if key not in known:
-            self.lent = self._lent()
-            known[key] = self.lent, [[*self.messages(rank)] for rank in range(ranks.size)]
-        self.lent, messages = known[key]
+        key = (name, ranks.size, *map(id, self.plans))  # which stay beside what is sent
+        self.lent, messages, _ = _remembered(running.memo, "messages", key, self._told_by_plans)
         self.wire = Wire(ranks, messages, running.memo.setdefault("connected", set()))
         self._raw: dict[int, list[Tensor]] = {}
         self._common: dict[int, CommonLeaves] = {}
@@ -106,16 +103,21 @@ class PipelineStage:
     ) -> Rehearsed:
         """What the rehearsal of a microbatch found; remembered by the shapes of its arguments."""
         shapes = _signature((args, kwargs))
-        for then, found in self._found:  # most are alike, and a layout is long to compare
+        for then, known in self._found:  # most are alike, and a layout is long to compare
             if then == shapes:
-                return found
-        memo: dict[Any, Rehearsed] = self.running.memo.setdefault("rehearsed", {})
-        key = (name, self.layout, shapes)
-        if key not in memo:
-            about = f"microbatch {i}"
-            memo[key] = rehearse(self.fn, self.layout, args, kwargs, chunks, self.device, about)
-        self._found.append((shapes, memo[key]))
-        return memo[key]
+                return known
+        key, about, memo = (name, self.layout, shapes), f"microbatch {i}", self.running.memo
+        rest = self.layout, args, kwargs, chunks, self.device, about
+        found: Rehearsed = _remembered(memo, "rehearsed", key, partial(rehearse, self.fn, *rest))
+        if name[0] == "loss":
+            memo.setdefault("first rehearsed", found)
+        self._found.append((shapes, found))
+        return found
+
+    def _told_by_plans(self) -> tuple[Any, Any, list[Rehearsed]]:
+        """Which units are lent, what each rank sends, and the plans that both are from."""
+        self.lent = self._lent()
+        return self.lent, [[*self.messages(rank)] for rank in range(self.ranks.size)], self.plans
 
     def _lent(self) -> dict[int, tuple[int, list[int]]]:
         """Units outside of layers that other stages use than their own: its rank, and theirs."""
@@ -271,6 +273,15 @@ def chunks_of_layers(layout: Layout) -> tuple[int, ...]:
             before = [chunk for other, chunk in known if other <= k]
             found[k] = before[-1] if before else known[0][1] if known else 0
     return tuple(found[k] for k in range(len(layout.layers)))
+
+
+def _remembered(memo: dict[Any, Any], what: str, key: Any, make: Callable[[], Any]) -> Any:
+    """What was made for a key, one of the last few: a number in a batch may be new each time."""
+    known: dict[Any, Any] = memo.setdefault(what, {})
+    known[key] = found = known.pop(key) if key in known else make()
+    while len(known) > REMEMBERED:
+        del known[next(iter(known))]
+    return found
 
 
 def _signature(arguments: Any) -> tuple[Any, ...]:
