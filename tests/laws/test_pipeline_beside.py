@@ -171,6 +171,21 @@ def test_numbers_that_are_evaluated_are_those_of_their_batch(by_rows: bool) -> N
         assert [each[1] for each in found] == [values(rows(i)) for i in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (lambda x: None if x.sum() > 6 else x.sum(), r"returns \d values, and \d in the rehearsal"),
+        (lambda x: x[x > 0], r"a result of shape \[\d+\], and one of shape \[\d+\] in the reh"),
+    ],
+)
+def test_what_others_do_not_wait_for_is_refused(value: Any, text: str) -> None:
+    def fn(params: Any, batch: Any) -> Any:
+        return stack_loss(params, batch), value(batch["x"])
+
+    with pytest.raises((zf.CompositionError, zf.DesyncError), match=text):
+        on_two_stages(zf.pipeline(zf.evaluate(fn), 3, pipe=2), stack())
+
+
 @pytest.mark.parametrize("value", [lambda n: f"{n} rows", lambda n: n << 70])
 def test_what_cannot_be_told_is_refused_on_all_ranks(value: Callable[[int], Any]) -> None:
     def fn(params: Any, batch: Any) -> Any:

@@ -80,11 +80,12 @@ def broadcast(
 def _leaves(value: Any, specs: Sequence[Any]) -> list[Any]:
     """Those of the last stage, which has as many as the rehearsal found."""
     found, _ = flattened(value)
-    if len(found) != len(specs):
+    there, then = (sum(x is not None for x in row) for row in (found, specs))
+    if len(found) != len(specs) or there != then:
         raise CompositionError(
-            f"the last stage of a pipeline returns {len(found)} values, and {len(specs)} in the "
-            "rehearsal of this batch's shapes, which tell the other stages what comes. Let it "
-            "depend on shapes alone how many there are."
+            f"the last stage of a pipeline returns {there} values, and {then} in the rehearsal of "
+            "this batch's shapes, which tell the other stages what comes. Let it depend on shapes "
+            "alone how many there are."
         )
     return found
 
