@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import Tensor
 import zfunc as zf
 from tests.laws.cases import assert_near, assert_same, numbers
 from tests.laws.models import block, mean_square
-from tests.laws.pipelines import F64, Model, rows, stack, stack_loss
+from tests.laws.pipelines import F64, TX, Model, rows, stack, stack_loss
+from zfunc import tree
 
 PLACES = [
     (2, 1, 0, "1f1b"), (2, 2, 3, "zb"), (2, 2, 1, "zbv"), (3, 1, 2, "interleaved"), (2, 2, 0, "zb"),
@@ -117,3 +119,87 @@ def test_all_ranks_are_told_the_same(schedule: str) -> None:
         abs(float(mine["loss"] - theirs["loss"])) < 1e-9
         for mine, theirs in zip(found[0][0], wanted[0], strict=True)
     )
+
+
+class Size(enum.IntEnum):
+    SMALL, LARGE = 0, 1
+
+
+def values(batch: Any) -> Any:
+    """Numbers of a batch, which the rehearsal of the first one does not know."""
+    x = batch["x"]
+    more = Size(int(x[0, 0] > 0)), x.numpy().sum(), complex(float(x.max()), 2)
+    return {"count": int((x > 0).sum()), "mean": float(x.mean()), "any": bool(x[0, 1] > 0)}, more
+
+
+def on_two_stages(call: Any, given: Any) -> list[Any]:
+    def body() -> list[Any]:
+        placed = call.place(given)
+        return [call(placed, rows(i)) for i in range(3)]
+
+    return zf.simulate(2)(body)()
+
+
+def test_numbers_beside_a_loss_are_those_of_its_batch() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return stack_loss(params, batch), values(batch)
+
+    def fn(state: Any, batch: Any) -> Any:
+        (_, aux), _ = zf.value_and_grad(loss, has_aux=True)(state.params, batch)
+        return state, aux
+
+    step = zf.pipeline(fn, 4, pipe=2)
+
+    def body() -> Any:
+        state = step.place(zf.TrainState.create(stack(), TX))
+        return [step(state, rows(i))[1] for i in range(3)]
+
+    wanted = [values({"x": rows(i)["x"][18:]}) for i in range(3)]
+    for found in zf.simulate(2)(body)():
+        assert found == wanted
+        assert tree.map(type, found) == tree.map(type, wanted)
+    assert wanted[0] != wanted[1]
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_numbers_that_are_evaluated_are_those_of_their_batch(by_rows: bool) -> None:
+    def fn(params: Any, batch: Any) -> Any:
+        out = zf.scan(block, params["blocks"], block(params["first"], batch["x"]))
+        return (out if by_rows else out.mean()), values(batch)
+
+    for found in on_two_stages(zf.pipeline(zf.evaluate(fn), 3, pipe=2), stack()):
+        assert [each[1] for each in found] == [values(rows(i)) for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (lambda x: None if x.sum() > 6 else x.sum(), r"returns \d values, and \d in the rehearsal"),
+        (lambda x: x[x > 0], r"a result of shape \[\d+\], and one of shape \[\d+\] in the reh"),
+    ],
+)
+def test_what_others_do_not_wait_for_is_refused(value: Any, text: str) -> None:
+    def fn(params: Any, batch: Any) -> Any:
+        return stack_loss(params, batch), value(batch["x"])
+
+    with pytest.raises((zf.CompositionError, zf.DesyncError), match=text):
+        on_two_stages(zf.pipeline(zf.evaluate(fn), 3, pipe=2), stack())
+
+
+@pytest.mark.parametrize("value", [lambda n: f"{n} rows", lambda n: n << 70])
+def test_what_cannot_be_told_is_refused_on_all_ranks(value: Callable[[int], Any]) -> None:
+    def fn(params: Any, batch: Any) -> Any:
+        return stack_loss(params, batch), value(int((batch["x"] > 0).sum()))
+
+    predict = zf.pipeline(zf.evaluate(fn), 3, pipe=2)
+
+    def body() -> str:
+        placed = predict.place(stack())
+        predict(placed, rows(0))
+        with pytest.raises(zf.CompositionError) as raised:
+            predict(placed, rows(1))
+        predict(placed, rows(0))
+        return str(raised.value)
+
+    for told in zf.simulate(2)(body)():
+        assert "result 1 of the last stage of a pipeline was" in told

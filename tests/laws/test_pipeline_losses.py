@@ -5,9 +5,13 @@ Nothing in between: each of these ran somewhere else in a pipeline than it looks
 
 from __future__ import annotations
 
+import enum
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,6 +23,7 @@ from tests.laws import covering
 from tests.laws.cases import assert_near, numbers
 from tests.laws.pipelines import F64, TX, Model, rows
 from zfunc import optim, tree
+from zfunc.transforms.pipelining import stage as pipelining_stage
 
 Loss = Callable[[Any, Any], Any]
 
@@ -144,9 +149,25 @@ def numbers_of_the_batch(p: Any, batch: Any) -> Tensor:
     return end(x, batch) * many
 
 
+def writing_to_containers(p: Any, batch: Any) -> Tensor:
+    """Each chunk's run of a microbatch finds them as they came."""
+    batch["x"] = batch["x"] * 0.5
+    batch["seen"], y = [batch["x"]], batch.pop("y")
+    x = through(p, batch["x"], lambda q, x: layer(q, x) + 0.1 * batch["x"])
+    return end(x, {"y": y}) + len(batch["seen"])
+
+
+def sums_of_early_values(p: Any, batch: Any) -> Tensor:
+    x, total = batch["x"], 0
+    for each in (*p["blocks"], *p["more"]):
+        x, part = zf.layer(lambda q, x: (layer(q, x), x.sum()), each, x)
+        total = total + part
+    return end(x, batch) + total
+
+
 RIGHT: list[Loss] = [base, layers_twice, outputs_twice, closing_over_an_early_value]
 RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, structures]
-RIGHT += [written_in_place, a_layer_that_does_not_run]
+RIGHT += [written_in_place, a_layer_that_does_not_run, sums_of_early_values]
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
 
 
@@ -162,6 +183,121 @@ def test_losses_that_are_right(loss: Loss, schedule: str) -> None:
         lambda: model.trained(lambda f: zf.pipeline(f, 3, schedule, pipe=2), steps=2)
     )()
     for run in found:
+        assert_near(run, wanted, 1e-9)
+
+
+def writing_to_arrays(p: Any, batch: Any) -> Tensor:
+    x = torch.from_numpy(batch["x"]).mul_(0.5)
+    x = through(p, x, lambda q, y: layer(q, y) + 0.1 * x)
+    return end(x, {"y": torch.from_numpy(batch["y"])})
+
+
+def arrays(i: int) -> Any:
+    return {name: x.numpy() for name, x in rows(i).items()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    ("loss", "batch"), [(writing_to_containers, rows), (writing_to_arrays, arrays)]
+)
+def test_losses_that_write_to_what_is_their_own(
+    loss: Loss, batch: Callable[[int], Any], schedule: str
+) -> None:
+    model = Model(params(), loss, batch)
+    wanted = model.trained(lambda f: zf.accumulate(f, 3), steps=2)
+    for run in zf.simulate(2)(
+        lambda: model.trained(lambda f: zf.pipeline(f, 3, schedule, pipe=2), steps=2)
+    )():
+        assert_near(run, wanted, 1e-9)
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("kind", [Pair, UserDict, dict])
+def test_batches_of_another_length(kind: Any) -> None:
+    """What they are made of is looked into: arrays, dataclasses, kinds of dicts."""
+
+    def batch(i: int) -> Any:
+        made = rows(i, 24 if i == 0 else 12)
+        return kind(**({k: x.numpy() for k, x in made.items()} if kind is dict else made))
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        x, y = vars(batch).values() if kind is Pair else (batch["x"], batch["y"])
+        return base(p, {"x": torch.as_tensor(x), "y": torch.as_tensor(y)})
+
+    model = Model(params(), loss, batch)
+    wanted = model.trained(lambda f: zf.accumulate(f, 3), steps=3)
+    for run in zf.simulate(2)(
+        lambda: model.trained(lambda f: zf.pipeline(f, 3, pipe=2), steps=3)
+    )():
+        assert_near(run, wanted, 1e-9)
+
+
+def test_what_is_remembered_of_numbers_that_change_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what is rehearsed anew ends where it would have."""
+    monkeypatch.setattr(pipelining_stage, "REMEMBERED", 3)
+
+    def batch(i: int) -> Any:
+        return {**rows(i), "factor": 1.0 + i % 5}
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        return base(p, batch) * batch["factor"]
+
+    model = Model(params(), loss, batch)
+
+    def run() -> Any:
+        step = zf.pipeline(zf.train_step(loss, TX), 3, pipe=2)
+        state = step.place(zf.TrainState.create(params(), TX))
+        losses = []
+        for i in range(7):
+            state, metrics = step(state, batch(i))
+            losses.append(metrics)
+        memo = step._memo()
+        assert len(memo["rehearsed"]) == len(memo["messages"]) == 3
+        return losses, step.unplace(state).params
+
+    losses, state = model.trained(lambda f: zf.accumulate(f, 3), steps=7)
+    for found in zf.simulate(2)(run)():
+        assert_near(found, (losses, state.params), 1e-9)
+
+
+class Remembering(nn.Module):
+    """It makes what it needs when it is first called, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask, self.calls = nn.Linear(6, 6), None, 0
+        self.scales: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.mask is None:
+            self.mask = x.new_ones(len(x), len(x)).tril() / len(x)
+        if len(x) not in self.scales:
+            self.scales[len(x)] = x.new_full((6,), 0.5)
+        return x + torch.tanh(self.linear(self.mask @ x) * self.scales[len(x)])
+
+
+def test_modules_that_keep_what_they_need() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Remembering() for _ in range(4))).double()
+
+    def trained(wrap: Callable[..., Any]) -> Any:
+        model = zf.functionalize(module)
+
+        def loss(p: Any, batch: Any) -> Tensor:
+            return end(model.apply(p, batch["x"]), batch)
+
+        return Model(model.params, loss, rows).trained(wrap, steps=2)
+
+    wanted = trained(lambda f: zf.accumulate(f, 3))
+    for run in zf.simulate(2)(lambda: trained(lambda f: zf.pipeline(f, 3, pipe=2)))():
         assert_near(run, wanted, 1e-9)
 
 
@@ -186,14 +322,6 @@ def another_layers_weight(p: Any, batch: Any) -> Tensor:
 
 def penalties_of_layers(p: Any, batch: Any) -> Tensor:
     return base(p, batch) + sum(each["w"].square().sum() for each in p["blocks"])
-
-
-def sums_of_early_values(p: Any, batch: Any) -> Tensor:
-    x, total = batch["x"], 0
-    for each in (*p["blocks"], *p["more"]):
-        x, part = zf.layer(lambda q, x: (layer(q, x), x.sum()), each, x)
-        total = total + part
-    return end(x, batch) + total
 
 
 def a_gradient_in_the_loss(p: Any, batch: Any) -> Tensor:
@@ -235,24 +363,81 @@ def a_number_of_the_batch_from_a_layer(p: Any, batch: Any) -> Tensor:
     return end(x, batch) * total
 
 
+class Side(enum.Enum):
+    LEFT, RIGHT = 0, 1
+
+
+def a_value_of_a_layer(made: Callable[[Tensor], Any], read: Callable[[Any], float]) -> Loss:
+    def loss(p: Any, batch: Any) -> Tensor:
+        x, total = batch["x"], 0.0
+        for each in (*p["blocks"], *p["more"]):
+            x, value = zf.layer(lambda q, x: (layer(q, x), made(x.detach())), each, x)
+            total += read(value)
+        return end(x, batch) * total
+
+    return loss
+
+
 def writing_to_the_batch(p: Any, batch: Any) -> Tensor:
     batch["x"].mul_(0.5)
     return base(p, batch)
 
 
+@dataclass
+class Total:
+    value: Tensor
+
+
+def filling(fill: Callable[[Any, Tensor], None], made: Callable[[], Any]) -> Loss:
+    """A loss of which each layer changes what it is given."""
+
+    def fn(q: Any, x: Tensor, kept: Any) -> Tensor:
+        y = layer(q, x)
+        fill(kept, y.square().mean())
+        return y
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        x, kept = batch["x"], made()
+        for each in (*p["blocks"], *p["more"]):
+            x = zf.layer(fn, each, x, kept)
+        return end(x, batch) + (kept.value if type(kept) is Total else sum(tree.leaves(kept)))
+
+    return loss
+
+
+def adds_to_the_first(kept: Any, x: Tensor) -> None:
+    kept[0] = kept[0] + x
+
+
+def adds_to_a_field(kept: Any, x: Tensor) -> None:
+    kept.value = kept.value + x
+
+
+def renames(kept: Any, x: Tensor) -> None:
+    name, value = kept.popitem()
+    kept[name + "'"] = value
+
+
+FILLED = "changes a list, dict or dataclass that it was given"
 WRONG: list[tuple[Loss, str]] = [
     (in_a_loop, "example= of a batch"),
     (from_the_last_to_the_first, "example= of a batch"),
     (another_layers_weight, r"blocks\.0\.w is a parameter of layer blocks\.0"),
     (penalties_of_layers, r"read outside of its call"),
-    (sums_of_early_values, "that no layer was given"),
     (a_gradient_in_the_loss, "no stage has the whole way"),
     (value_and_grad_in_the_loss, r"value_and_grad was called within a loss"),
     (a_branch_on_numbers, "it looks at its numbers"),
     (layers_by_the_batch, "in the place of layer"),
     (a_number_of_a_layer, "What depends on numbers is to be a tensor"),
     (a_number_of_the_batch_from_a_layer, "What depends on numbers is to be a tensor"),
+    (a_value_of_a_layer(lambda x: (x > 0).numpy().sum(), int), "is to be a tensor"),
+    (a_value_of_a_layer(lambda x: x.numpy().copy(), np.mean), "is to be a tensor"),
+    (a_value_of_a_layer(lambda x: Side(int(x.max() > 1)), lambda e: e.value), "is to be a tensor"),
     (writing_to_the_batch, r"x\.clone\(\)"),
+    (filling(list.append, list), FILLED),
+    (filling(adds_to_the_first, lambda: [torch.zeros((), dtype=F64)]), FILLED),
+    (filling(adds_to_a_field, lambda: Total(torch.zeros((), dtype=F64))), FILLED),
+    (filling(renames, lambda: {"a": torch.zeros((), dtype=F64)}), FILLED),
 ]
 
 

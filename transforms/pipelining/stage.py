@@ -29,6 +29,8 @@ from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label, Rehearsed, Spec
 from zfunc.rehearsal.rehearsal import rehearse
+from zfunc.rehearsal.results import fields_of, is_array, own
+from zfunc.rehearsal.values import is_value
 from zfunc.transforms.pipelining.failures import telling
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.trees.nodes import NAMESPACE
@@ -37,6 +39,7 @@ __all__ = ["PipelineStage", "chunks_of_layers", "flat_spec"]
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Rows = Sequence[Sequence[tuple[str, int, int]]]
+REMEMBERED = 64  # rehearsals, and sums of what is sent: those of the last shapes that came
 
 
 class PipelineStage:
@@ -75,12 +78,8 @@ class PipelineStage:
         self._found: list[tuple[Any, Rehearsed]] = []
         self.plans = [self._rehearsed(name, chunks, i, *each) for i, each in enumerate(batches)]
         self.lent: dict[int, tuple[int, list[int]]]
-        known: dict[Any, Any] = running.memo.setdefault("messages", {})
-        key = (name, ranks.size, *map(id, self.plans))  # which the memo keeps
-        if key not in known:
-            self.lent = self._lent()
-            known[key] = self.lent, [[*self.messages(rank)] for rank in range(ranks.size)]
-        self.lent, messages = known[key]
+        key = (name, ranks.size, *map(id, self.plans))  # which stay beside what is sent
+        self.lent, messages, _ = _remembered(running.memo, "messages", key, self._told_by_plans)
         self.wire = Wire(ranks, messages, running.memo.setdefault("connected", set()))
         self._raw: dict[int, list[Tensor]] = {}
         self._common: dict[int, CommonLeaves] = {}
@@ -104,16 +103,21 @@ class PipelineStage:
     ) -> Rehearsed:
         """What the rehearsal of a microbatch found; remembered by the shapes of its arguments."""
         shapes = _signature((args, kwargs))
-        for then, found in self._found:  # most are alike, and a layout is long to compare
+        for then, known in self._found:  # most are alike, and a layout is long to compare
             if then == shapes:
-                return found
-        memo: dict[Any, Rehearsed] = self.running.memo.setdefault("rehearsed", {})
-        key = (name, self.layout, shapes)
-        if key not in memo:
-            about = f"microbatch {i}"
-            memo[key] = rehearse(self.fn, self.layout, args, kwargs, chunks, self.device, about)
-        self._found.append((shapes, memo[key]))
-        return memo[key]
+                return known
+        key, about, memo = (name, self.layout, shapes), f"microbatch {i}", self.running.memo
+        rest = self.layout, args, kwargs, chunks, self.device, about
+        found: Rehearsed = _remembered(memo, "rehearsed", key, partial(rehearse, self.fn, *rest))
+        if name[0] == "loss":
+            memo.setdefault("first rehearsed", found)
+        self._found.append((shapes, found))
+        return found
+
+    def _told_by_plans(self) -> tuple[Any, Any, list[Rehearsed]]:
+        """Which units are lent, what each rank sends, and the plans that both are from."""
+        self.lent = self._lent()
+        return self.lent, [[*self.messages(rank)] for rank in range(self.ranks.size)], self.plans
 
     def _lent(self) -> dict[int, tuple[int, list[int]]]:
         """Units outside of layers that other stages use than their own: its rank, and theirs."""
@@ -196,6 +200,12 @@ class PipelineStage:
 
     # One microbatch in one chunk
 
+    def given(self, i: int) -> Arguments:
+        """The other arguments, for one run. A loss may write to its batch's dicts and arrays, and
+        runs once for each chunk: each run has its own. Tensors that are written to are refused."""
+        args, kwargs = self.batches[i]
+        return own(args), own(kwargs)
+
     def telling(self, action: tuple[str, int, int]) -> AbstractContextManager[None]:
         """A block that is one action of this stage: its errors say so, on all ranks."""
         return telling(self.runs, action, self.me, self.rank_of.count(self.me))
@@ -265,13 +275,29 @@ def chunks_of_layers(layout: Layout) -> tuple[int, ...]:
     return tuple(found[k] for k in range(len(layout.layers)))
 
 
+def _remembered(memo: dict[Any, Any], what: str, key: Any, make: Callable[[], Any]) -> Any:
+    """What was made for a key, one of the last few: a number in a batch may be new each time."""
+    known: dict[Any, Any] = memo.setdefault(what, {})
+    known[key] = found = known.pop(key) if key in known else make()
+    while len(known) > REMEMBERED:
+        del known[next(iter(known))]
+    return found
+
+
 def _signature(arguments: Any) -> tuple[Any, ...]:
-    """What a rehearsal depends on: shapes and dtypes of tensors, and all that is plain."""
+    """What a rehearsal depends on: shapes and dtypes of tensors and arrays, and plain values."""
     leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True, namespace=NAMESPACE)
-    rows: list[Any] = []
-    for x in leaves:
-        if isinstance(x, Tensor):
-            rows.append((tuple(x.shape), x.dtype, x.device))
-        else:
-            rows.append(x if isinstance(x, bool | int | float | str) else type(x))
-    return spec, tuple(rows)
+    return spec, tuple(map(_signature_of, leaves))
+
+
+def _signature_of(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.dtype, x.device
+    if is_array(x):
+        return x.shape, x.dtype
+    if is_value(x):
+        return type(x), x  # True is 1, and no number
+    within = fields_of(x)
+    if within is None:
+        return type(x)
+    return type(x), *((name, _signature(value)) for name, value in within)

@@ -297,9 +297,7 @@ class Pipeline(Meshed):
             return [f"pipeline: one stage, {self.microbatches} microbatches one after the other"]
         if self.of_params:
             return predicts(self.microbatches, self.partition, self.plan.rank_of, memo.get(NAME))
-        plan = next(
-            (x for key, x in memo.get("rehearsed", {}).items() if key[0][0] == "loss"), None
-        )
+        plan = memo.get("first rehearsed")
         name = self.schedule if isinstance(self.schedule, str) else "its own schedule"
         layout = memo.get(NAME)
         how = balanced_by(self.partition, self.by_example)

@@ -20,6 +20,7 @@ from zfunc.modules.binding import Template
 __all__ = ["rehearsed"]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_OTHERS = frozenset(vars(nn.Module())) | {"forward"}  # parameters, hooks: whoever sets them resets
 
 
 def rehearsed(template: Template) -> AbstractContextManager[None]:
@@ -34,6 +35,7 @@ def _changed(template: Template, called: Callable[[Any], Any] | bool) -> Iterato
     forwards, own = list(template.forwards), list[tuple[nn.Module, MethodType]]()
     layers = [template.modules[unit.module] for unit in template.anatomy.units]
     parts = template.modules.values() if callable(called) else layers
+    kept = [(part, *_attributes(part)) for part in parts] if callable(called) else []
     before = [
         (hooks, dict(hooks))
         for part in parts
@@ -59,6 +61,27 @@ def _changed(template: Template, called: Callable[[Any], Any] | bool) -> Iterato
         for hooks, was in before:
             hooks.clear()
             hooks.update(was)
+        for part, values, contents in kept:
+            _put_back(part, values, contents)
+
+
+def _attributes(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a module has of its own, and copies of the lists and dicts there: a mask that it makes
+    when it is first called is a ghost in a rehearsal."""
+    values = {name: x for name, x in vars(part).items() if name not in _OTHERS}
+    return values, {name: x.copy() for name, x in values.items() if type(x) in (list, dict)}
+
+
+def _put_back(part: nn.Module, values: dict[str, Any], contents: dict[str, Any]) -> None:
+    for name in vars(part).keys() - values.keys() - _OTHERS:
+        del part.__dict__[name]
+    part.__dict__.update(values)
+    for name, was in contents.items():
+        if type(was) is list:
+            values[name][:] = was
+        else:
+            values[name].clear()
+            values[name].update(was)
 
 
 def _method(part: nn.Module, called: Callable[[Any], Any]) -> MethodType | None:

@@ -35,9 +35,10 @@ from zfunc.rehearsal.ghosts import (
     settle,
 )
 from zfunc.rehearsal.plans import MADE, Called, Label, Rehearsed, Same, Spec
-from zfunc.rehearsal.results import flattened, replaced
+from zfunc.rehearsal.results import flattened, is_array, replaced
 from zfunc.rehearsal.shapes import shape_with
 from zfunc.rehearsal.sites import site
+from zfunc.rehearsal.values import is_same, is_value
 from zfunc.trees.nodes import Tree
 
 __all__ = ["ChunkRun", "Done"]
@@ -49,20 +50,19 @@ class Done(BaseException):
     """A chunk has computed all that it has to; no ``except Exception`` in a model may keep it."""
 
 
-PLAIN = (bool, int, float, complex, str)
-
-
 def _stands(then: Any, x: Any) -> bool:
     """Whether what a layer returned in the rehearsal stands for what it returns."""
     if isinstance(x, Tensor):
         return isinstance(then, Spec | Same)
     if isinstance(then, Spec):
         return False
-    return not isinstance(x, PLAIN) or type(then) is Same or x == then or x != x
+    if not is_value(x) or type(then) is Same:
+        return True
+    return is_same(x, then) if is_array(x) or is_array(then) else bool(x == then or x != x)
 
 
 def _told(x: Any) -> str:
-    return repr(x) if isinstance(x, PLAIN) else f"a {type(x).__name__}"
+    return repr(x) if is_value(x) and not is_array(x) else f"a {type(x).__name__}"
 
 
 def _become_own(ghost: Ghost, new: Tensor) -> None:
@@ -102,7 +102,7 @@ def _check_numbers(outs: Sequence[Any]) -> None:
             )
 
 
-def _is_same(x: Any, y: Any) -> bool:
+def _is_argument(x: Any, y: Any) -> bool:
     """Whether a result of a layer is an argument of it, or all of its memory."""
     if x is y or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return x is y
@@ -399,7 +399,7 @@ class ChunkRun:
                     f"layer {plan.name} returned {_told(x)}, and {_told(then)} then. What depends "
                     "on numbers is to be a tensor"
                 )
-            if type(then) is Same and not _is_same(x, ins[then.position]):
+            if type(then) is Same and not _is_argument(x, ins[then.position]):
                 raise self._differs(
                     f"layer {plan.name} returned its argument {then.position} then, and something "
                     "else now. Where that depends on numbers return a tensor of its own, x.clone()"

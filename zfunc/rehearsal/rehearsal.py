@@ -46,11 +46,11 @@ from zfunc.rehearsal.ghosts import (
 from zfunc.rehearsal.known import nothing_sent
 from zfunc.rehearsal.own_copies import OwnCopies
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
-from zfunc.rehearsal.results import flattened, replaced
+from zfunc.rehearsal.results import flattened, is_array, replaced
 from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.work import Counting
-from zfunc.trees.nodes import Tree
+from zfunc.trees.nodes import OPAQUE, Tree
 
 __all__ = ["GhostRef", "Seam", "outer_tree", "rehearse"]
 
@@ -346,6 +346,14 @@ class _Rehearsal:
             "the layer return it."
         )
 
+    def _changes(self, n: int) -> CompositionError:
+        name = self.calls[n].name
+        return self._fail(
+            f"layer {name} changes a list, dict or dataclass that it was given, in stage "
+            f"{self.chunk} of a pipeline: stages that do not run the layer have it as it was. Let "
+            "the layer return what it puts there."
+        )
+
     def _use_leaves(self, leaves: frozenset[int]) -> None:
         for i in leaves - self.uses[self.chunk]:
             k = self.layer_of.get(i)
@@ -416,7 +424,7 @@ class _Rehearsal:
         own = {id(x): _alias(x, n) for x in ins if type(x) is Ghost}
         if own:
             xs, kw = remake([own.get(id(x), x) for x in ins])
-        before = [_version(x) for x in ins]
+        before, shown = [_version(x) for x in ins], _shown(xs, kw)
         running = context.current()
         assert running is not None
         counted = running.layer_calls
@@ -428,6 +436,8 @@ class _Rehearsal:
             raise
         finally:
             self.within = -1
+        if self.chunks > 1 and _shown(xs, kw) != shown:
+            raise self._changes(n)
         outs, rebuild = flattened(out)
         given = {id(alias): x for x in ins if (alias := own.get(id(x))) is not None}
         new = self._results(ins, [given.get(id(x), x) for x in outs])
@@ -565,6 +575,13 @@ def _alias(x: Ghost, n: int) -> Ghost:
     return made
 
 
+def _shown(xs: tuple[Any, ...], kw: dict[str, Any]) -> tuple[Any, list[int]]:
+    """What containers hold: how they stand in each other, and which leaves they have."""
+    given: Any = (xs, kw)
+    spec = optree.tree_structure(given, none_is_leaf=True, namespace=OPAQUE)
+    return spec, [id(x) for x in flattened(given)[0]]
+
+
 def _version(x: Any) -> Any:
     if type(x) is Ghost:
         return "elsewhere", x.memory.version  # a tensor that a ghost is added to becomes one, too
@@ -589,12 +606,13 @@ def _copied(tree: Any) -> tuple[Any, list[Tensor]]:
     """Arguments that may be written to, and the copies that are among them."""
     copies: dict[int, Tensor] = {}
 
-    def copy(x: Tensor) -> Tensor:
+    def copy(x: Any) -> Any:
         if type(x) is not Tensor or x.requires_grad:
-            return x
+            return x.copy() if is_array(x) else x
         return copies.setdefault(id(x), x.clone())
 
-    return replaced(tree, copy), list(copies.values())
+    leaves, rebuild = flattened(tree)
+    return rebuild([copy(x) for x in leaves]), list(copies.values())
 
 
 def _beside(running: Context) -> Context:

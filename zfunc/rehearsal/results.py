@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -15,9 +16,10 @@ from typing import Any
 import optree
 from torch import Tensor
 
+from zfunc.engine.batches import mapped
 from zfunc.trees.nodes import OPAQUE
 
-__all__ = ["Rebuild", "flattened", "replaced"]
+__all__ = ["Rebuild", "fields_of", "flattened", "is_array", "own", "replaced"]
 
 Rebuild = Callable[[Sequence[Any]], Any]
 """A function from leaves to the structure that they were in."""
@@ -62,6 +64,22 @@ def replaced(tree: Any, new: Callable[[Tensor], Any]) -> Any:
     """The tree with each of its tensors replaced."""
     leaves, rebuild = flattened(tree)
     return rebuild([new(x) if isinstance(x, Tensor) else x for x in leaves])
+
+
+def fields_of(x: Any) -> list[tuple[Any, Any]] | None:
+    """Names and values of a dataclass or a kind of dict; None of anything else."""
+    return [*_items(x)] if _is_record(x, ()) else None
+
+
+def is_array(x: Any) -> bool:
+    """Whether something is an array of NumPy, which nobody needs to have."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.ndarray)
+
+
+def own(batch: Any) -> Any:
+    """A batch with the same tensors in containers, and arrays, that may be written to."""
+    return mapped(lambda x: x.copy() if is_array(x) else x, batch, list)
 
 
 def _is_record(x: Any, leaf: type | tuple[()]) -> bool:

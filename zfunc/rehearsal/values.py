@@ -1,0 +1,35 @@
+"""What functions give beside tensors that can be compared: numbers, texts, enums, arrays."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from typing import Any
+
+import torch
+
+from zfunc.rehearsal.results import is_array
+
+__all__ = ["is_number", "is_same", "is_value"]
+
+
+def is_value(x: Any) -> bool:
+    """Whether something that is no tensor is to be the same on all stages."""
+    return is_number(x) or isinstance(x, str | bytes | Enum | torch.dtype) or is_array(x)
+
+
+def is_number(x: Any) -> bool:
+    """Whether something is a number of Python or of NumPy."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(x, bool | int | float | complex):
+        return True
+    return numpy is not None and isinstance(x, numpy.generic)
+
+
+def is_same(x: Any, then: Any) -> bool:
+    """Whether two values are one, and of one type."""
+    if type(x) is not type(then):
+        return False
+    if is_array(x):
+        return x.dtype == then.dtype and x.shape == then.shape and x.tobytes() == then.tobytes()
+    return bool(x == then)
