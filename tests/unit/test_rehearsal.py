@@ -384,6 +384,48 @@ def test_other_arguments_are_named() -> None:
     assert "got 2 arguments, and not 1" in message
 
 
+def grows_a_list(p: Any, ids: Tensor) -> Tensor:
+    scales = [p["scale"], p["scale"] * 2]
+    summed, named = torch.stack(scales).sum(0), {"tensors": [p["scale"], p["scale"]]}
+    joined = torch.cat(**named).sum()
+    scales.append(p["scale"] * 3)
+    named["tensors"].append(p["scale"])
+    x = F.embedding(ids, p["embed"])
+    for layer in p["layers"]:
+        x = zf.layer(block, layer, x)
+    return end(x * summed + joined, p)
+
+
+def test_a_list_may_grow_behind_the_call_that_it_was_given_to() -> None:
+    got = in_chunks.run(grows_a_list, params(), (IDS,), chunk_of=even(4, 2))
+    want = whole(grows_a_list, params(), (IDS,))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+
+
+def writes_to(what: str) -> Any:
+    """A loss that writes to what it has made something of that is used behind the layers."""
+
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        offset, ids = torch.zeros(6), ids.clone()
+        twice = p["scale"] * 2
+        made = p["scale"] + offset, F.embedding(ids, p["embed"].detach()), twice * 3
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            x = zf.layer(block, layer, x)
+        {"offset": offset, "ids": ids, "twice": twice}[what].add_(1)
+        x = x * made[0] + made[1] + made[2]
+        return end(x, p)
+
+    return fn
+
+
+@pytest.mark.parametrize("what", ["offset", "ids", "twice"])
+def test_what_a_value_was_to_be_made_of_is_not_written_to(what: str) -> None:
+    message = against(writes_to(what), writes_to(what))
+    assert "that has been written to in the meantime. Give it a copy, x.clone()" in message
+    assert re.search(r"met a value .* tensor of shape \[(6|2, 4)\]", message)
+
+
 # --- ghosts --------------------------------------------------------------------------------------
 
 

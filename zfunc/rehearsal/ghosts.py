@@ -110,19 +110,62 @@ class GhostMemory:
 
 
 class Recipe(NamedTuple):
-    """How a value is made of parameters alone: a call, and which tensor of its result it is."""
+    """How a value is made of parameters alone: a call, and which tensor of its result it is.
+
+    The call comes later than in the loss, so the lists and dicts among its arguments are copies.
+    """
 
     func: Any
     args: Any
     kwargs: dict[str, Any]
     place: int
     recorded: bool
+    reads: Sequence[tuple[Tensor, int]]
+
+    @classmethod
+    def of(
+        cls, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], place: int = 0
+    ) -> Recipe:
+        """For a call that is made now, with these tensors among its arguments."""
+        reads = [(x, _written(x)) for x in tensors]
+        return cls(func, _own(args), _own(kwargs), place, torch.is_grad_enabled(), reads)
 
     def made(self) -> Tensor:
-        """The value, from what the arguments are now."""
+        """The value, from what the arguments were.
+
+        Raises:
+            CompositionError: one of them has been written to since.
+        """
+        for x, written in self.reads:
+            if _written(x) != written:
+                raise refusal(
+                    self.func,
+                    f"it is made of parameters where it is used, from a tensor of shape "
+                    f"{list(x.shape)} that has been written to in the meantime. Give it a copy, "
+                    "x.clone(), or write to one",
+                )
         with torch.set_grad_enabled(self.recorded):
             out = self.func(*self.args, **self.kwargs)
         return out if isinstance(out, Tensor) else _tensors(out)[self.place]
+
+
+CAME = "_came_written"
+"""The name under which a tensor that was a ghost has how often it had been written to then."""
+
+
+def _written(x: Tensor) -> int:
+    """How often a tensor was written to, also while it was a ghost; -1 if nobody can know."""
+    if type(x) is Ghost:
+        return 0 if x.light else -1
+    return 0 if x.is_inference() else x._version - int(x.__dict__.get(CAME, 0))
+
+
+def _own(tree: Any) -> Any:
+    """The same in lists and dicts of its own."""
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return kind(map(_own, tree))
+    return {key: _own(x) for key, x in tree.items()} if kind is dict else tree
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -300,6 +343,8 @@ def become(x: Tensor, new: Tensor) -> None:
             f"of a pipeline is held by autograd or has views, at {site()}. Give layers a tensor of "
             "its own, x.clone(), and do not write to views of one."
         )
+    if type(x) is Ghost and x.light and not new.is_inference():
+        new.__dict__[CAME] = new._version
     x.__class__, new.__class__ = new.__class__, x.__class__
     x.__dict__, new.__dict__ = new.__dict__, x.__dict__
     torch._C._swap_tensor_impl(x, new)
@@ -424,7 +469,7 @@ def _results(
     light: bool,
 ) -> Any:
     tensors, device = given.tensors, given.device or ghosts[0].device
-    chunk, recorded = -1 if run is None else run.chunk, torch.is_grad_enabled()
+    chunk = -1 if run is None else run.chunk
     needs = _kept(func) and any(map(_needs, tensors))
     leaves = frozenset[int]().union(*(g.leaves or () for g in ghosts)) if light else None
     place = -1
@@ -436,7 +481,7 @@ def _results(
             return tensors[x.index]
         of = tensors[x.memory] if x.memory >= 0 else None
         memory = of.memory if type(of) is Ghost else None
-        recipe = Recipe(func, args, kwargs, place, recorded) if light else None
+        recipe = Recipe.of(func, args, kwargs, tensors, place) if light else None
         made = ghost_like(x.shape, device, chunk, needs, leaves, recipe, memory)
         made.within = -1 if run is None else run.within
         return made

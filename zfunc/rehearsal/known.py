@@ -104,7 +104,7 @@ def _of_nothing(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return computed(func, args, kwargs)
     given = Arguments(func, args, kwargs, form_of)
     found: Any = outcome(func, args, kwargs, given, form_of)
-    recipe = Recipe(func, (stand_in(x), *args[1:]), kwargs, 0, torch.is_grad_enabled())
+    recipe = Recipe.of(func, (stand_in(x), *args[1:]), kwargs, ())
     device = given.device or x.device
     return ghost_like(found.result.shape, device, run.chunk, False, frozenset(), recipe)
 
