@@ -191,6 +191,32 @@ def test_masks_are_those_of_the_whole_loss() -> None:
         assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
 
 
+DRAWS = {
+    "normal around": lambda x: torch.normal(x.detach(), 0.3),
+    "normal": lambda x: torch.empty_like(x).log_normal_(),
+    "integers": lambda x: torch.empty_like(x).random_(3),
+    "a pool": lambda x: F.fractional_max_pool2d(x, 2, output_size=2).mean(),
+    "dropout": lambda x: F.dropout(x, 0.5),
+}
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("name", DRAWS)
+def test_between_layers_as_much_is_drawn_without_numbers(name: str, cast: bool) -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            with torch.autocast("cpu", enabled=cast):
+                x = torch.tanh(x + DRAWS[name](x))
+            x = zf.layer(block, layer, x)
+        return end(F.dropout(x), p)
+
+    with scope(3):
+        want = whole(fn, params(), (IDS,))
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2), around=lambda: scope(3))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+
+
 def test_a_tensor_of_the_user_that_ghosts_are_written_to_comes_back() -> None:
     mine = torch.zeros(2, 4, 6)
 
@@ -243,6 +269,22 @@ def test_numbers_that_are_elsewhere_cannot_be_looked_at(name: str) -> None:
     with pytest.raises(CompositionError, match="met a value") as error:
         rehearsed(outside(LOOKS[name]), 2)
     assert re.search(r"test_rehearsal\.py:\d+", str(error.value))
+
+
+@pytest.mark.parametrize("name", ["poisson", "_standard_gamma", "rrelu", "binomial"])
+def test_how_much_is_drawn_is_not_decided_by_numbers_that_are_elsewhere(name: str) -> None:
+    def draw(x: Tensor) -> Tensor:
+        if name == "binomial":
+            return torch.binomial(torch.ones_like(x), x.detach().sigmoid())
+        return F.rrelu(x, training=True) if name == "rrelu" else getattr(torch, name)(x.exp())
+
+    def behind(p: Any, ids: Tensor) -> Tensor:
+        return through(p, ids) + draw(p["scale"].detach()).sum()
+
+    with pytest.raises(CompositionError, match=name):
+        rehearsed(outside(draw), 2)
+    if name != "binomial":  # which torch does not know without numbers
+        assert rehearsed(behind, 2).chunks == 2
 
 
 def test_who_catches_the_error_gets_it_all_the_same() -> None:

@@ -73,8 +73,13 @@ class GhostRun(Protocol):
     def counted(self, flops: int) -> None:
         """An operation takes that much work."""
 
-    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """An operation outside layers draws random numbers, where it is computed."""
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any], uneven: bool) -> None:
+        """An operation outside layers draws random numbers, where it is computed.
+
+        Args:
+            func, args, kwargs: the call.
+            uneven: whether numbers decide how many.
+        """
 
     def writes(self, func: Any, x: Ghost) -> None:
         """An operation writes to a ghost."""
@@ -387,12 +392,12 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) 
     found = _found(func, args, kwargs, given)
     if run is not None and found.flops:
         run.counted(found.flops)
-    if run is not None and not below and not run.inside and _draws(func):
-        run.draws(func, args, kwargs)
+    if run is not None and light and (found.draws or found.writes):
+        run.used(func, ghosts, False, below)  # it is made here, and not once more
+        light = False
+    if run is not None and not run.inside and (found.draws or (not below and _draws(func))):
+        run.draws(func, args, kwargs, found.uneven)
     if found.writes:
-        if light and run is not None:  # what is written is made here, and not once more
-            run.used(func, ghosts, False, below)
-            light = False
         _write(run, func, given.tensors, found)
     return _results(run, func, args, kwargs, given, found, ghosts, light)
 

@@ -295,8 +295,14 @@ class _Rehearsal:
             self.flops_outside[self.chunk] += flops
             self.flops_between[-1] += flops
 
-    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Nothing is drawn in a rehearsal."""
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any], uneven: bool) -> None:
+        """Nothing is drawn in a rehearsal. Later chunks will draw as much, without the numbers."""
+        if uneven and self.chunk < self.chunks - 1:
+            raise self._fail(
+                f"{named(func)} at {site()}, outside the layers, draws as many random numbers as "
+                "the values make it, and other stages of a pipeline, which have none, could not "
+                "draw as many. Do it inside a layer, which has random numbers of its own."
+            )
 
     def writes(self, func: Any, x: Ghost) -> None:
         if not self.inside and not x.light and x.home != self.chunk:

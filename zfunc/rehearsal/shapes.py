@@ -76,11 +76,15 @@ class Outcome:
     Attributes:
         writes: indices of the tensors among the arguments that it writes to.
         flops: how many operations it takes.
+        draws: whether it draws random numbers.
+        uneven: whether numbers decide how many.
     """
 
     result: Any
     writes: tuple[int, ...]
     flops: int
+    draws: bool
+    uneven: bool
 
     def results(self, make: Callable[[Given | Fresh], Tensor]) -> Any:
         """The result, of tensors that are made."""
@@ -226,4 +230,4 @@ def _learnt(
         return Fresh(shape_of(x), memory.get(x.untyped_storage()._cdata, -1))
 
     writes = tuple(i for i, x in enumerate(metas) if x._version)
-    return Outcome(_mapped(out, seen), writes, counting.flops)
+    return Outcome(_mapped(out, seen), writes, counting.flops, counting.draws, counting.uneven)
