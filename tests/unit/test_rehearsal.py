@@ -368,6 +368,46 @@ def test_a_value_written_to_behind_a_later_chunk_is_an_error() -> None:
         rehearsed(fn, 2)
 
 
+PARTS = {
+    "a view is given": (lambda a: [a[k] for k in range(4)], lambda q, x, a: a.copy_(block(q, x))),
+    "detached": (lambda a: [a.detach()] * 4, lambda q, x, a: a[0].add_(block(q, x).detach())),
+    "views are kept": (lambda a: [a.view_as(a)] * 4, lambda q, x, a: a[0].mul_(x.detach())),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_layer_that_writes_to_what_shares_memory_is_named(name: str) -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x, total = F.embedding(ids, p["embed"]), torch.ones(4, 2, 4, 6)
+        parts, write = PARTS[name]
+        for layer, part in zip(p["layers"], parts(total), strict=True):
+            x = zf.layer(lambda *a: write(*a) * 1, layer, x, part)
+        return end(x + total.sum(0), p)
+
+    with pytest.raises(CompositionError, match=r"layer layers\.0.*shares memory with another"):
+        rehearsed(fn, 2)
+    assert rehearsed(fn, 1).chunks == 1
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_layer_that_writes_to_a_part_of_what_it_was_not_given_is_named(looks: bool) -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x, total = F.embedding(ids, p["embed"]), torch.zeros(4, 2, 4, 6)
+
+        def run(q: Any, x: Tensor, k: int) -> Tensor:
+            y = block(q, x)
+            total[k].copy_(y.detach())
+            return y * 2 if looks and float(y.detach().sum()) > 1e9 else y
+
+        for k, layer in enumerate(p["layers"]):
+            x = zf.layer(run, layer, x, k)
+        return end(x + total.sum(0), p)
+
+    with pytest.raises(CompositionError, match=r"a value that layer .* has kept"):
+        rehearsed(fn, 2)
+    assert rehearsed(fn, 1).chunks == 1
+
+
 # --- a run that is not the rehearsal -------------------------------------------------------------
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "ghost_leaves",
     "ghost_like",
     "in_function",
+    "is_shared",
     "named",
     "refusal",
     "settle",
@@ -360,6 +361,17 @@ def _holders(x: Any) -> int:
     return int(x._use_count())
 
 
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # private, so perhaps absent
+
+
+def is_shared(x: Tensor) -> bool:
+    """Whether another tensor has a part of its memory, too."""
+    if x._is_view() or _use_count is None:
+        return x._is_view()
+    storage = x.untyped_storage()  # a reference of its own, beside the tensor's
+    return bool(_use_count(storage._cdata) > 2)
+
+
 def form_of(x: Tensor) -> Shape:
     """The shape of a tensor or a ghost."""
     return x.form if type(x) is Ghost else shape_of(x)
@@ -451,7 +463,7 @@ def _write(run: GhostRun | None, func: Any, tensors: Sequence[Tensor], found: Ou
     for i in found.writes:
         x = tensors[i]
         if type(x) is not Ghost:
-            if x._is_view():
+            if is_shared(x):
                 raise refusal(func, "it writes into a part of a tensor that is here")
             was = ghost_like(shape_of(x), x.device, chunk, torch.is_grad_enabled())
             become(x, was)

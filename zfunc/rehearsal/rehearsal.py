@@ -38,6 +38,7 @@ from zfunc.rehearsal.ghosts import (
     form_of,
     ghost_leaves,
     ghost_like,
+    is_shared,
     named,
     settle,
 )
@@ -181,6 +182,7 @@ class _Rehearsal:
         self.flops_between = [0]
         self.invented: list[tuple[Tensor, Tensor]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
+        self.marked: list[Tensor] = []
         self.error: BaseException | None = None
         self.layer_of = {
             i: k for k, layer in enumerate(layout.layers) for i in range(layer.start, layer.stop)
@@ -220,6 +222,7 @@ class _Rehearsal:
             context.pop(tokens[0])
             for x, was in reversed(self.overwritten):
                 become(x, was)
+            _unmark(self.marked)
         self._check(copies)
         return Rehearsed(
             calls=tuple(self.calls),
@@ -411,6 +414,7 @@ class _Rehearsal:
             raise
         finally:
             self.within = -1
+        _unmark(ins)  # what is in its arguments now is told below
         outs, rebuild = flattened(out)
         given = {id(alias): x for x in ins if (alias := own.get(id(x))) is not None}
         new = self._results(ins, [given.get(id(x), x) for x in outs])
@@ -433,6 +437,13 @@ class _Rehearsal:
 
     def _elsewhere(self, x: Tensor) -> None:
         """A tensor that a layer has written to: only its stage knows what is in it."""
+        if self.chunks > 1 and is_shared(x):  # nobody could tell whoever has the rest of it
+            raise self._fail(
+                f"layer {self.calls[-1].name}, in stage {self.chunk} of a pipeline, writes into an "
+                f"argument of shape {list(x.shape)} that shares memory with another tensor, as a "
+                "view does: other stages would not know what is in that. Give the layer one of its "
+                "own, x.clone(), or let it return what it makes."
+            )
         was = ghost_like(form_of(x), x.device, self.chunk, True)
         become(x, was)
         self.overwrote(x, was)
@@ -496,7 +507,13 @@ class _Rehearsal:
         calls = {n for x in given if (n := x.__dict__.get(MADE_UP)) is not None}
         for n in calls - {self.within}:
             self._use_kept(n, self.calls[n].chunk)
+        before = [_version(x) for x in given] if calls and self.inside else []
         out = func(*args, **kwargs)
+        for x, version in zip(given, before, strict=False):
+            if type(x) is not Ghost and _version(x) != version:
+                base = x if x._base is None else x._base
+                base.__dict__[MADE_UP] = self.within
+                self.marked.append(base)
         known = set(map(id, given))
         for x in flattened(out)[0] if calls and self.inside else ():
             if isinstance(x, Tensor) and type(x) is not Ghost and id(x) not in known:
@@ -533,6 +550,12 @@ class _Rehearsal:
 
 def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:
     raise AssertionError("a layer that has not returned")
+
+
+def _unmark(leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if isinstance(x, Tensor):
+            x.__dict__.pop(MADE_UP, None)
 
 
 def _alias(x: Ghost, n: int) -> Ghost:
