@@ -408,6 +408,31 @@ def test_a_layer_that_writes_to_a_part_of_what_it_was_not_given_is_named(looks: 
     assert rehearsed(fn, 1).chunks == 1
 
 
+@pytest.mark.parametrize("looks", [False, True])
+def test_of_two_values_in_one_memory_neither_is_written_to_behind_a_cut(looks: bool) -> None:
+    def both(q: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = block(q, x)
+        return y, (y if looks and float(y.detach().sum()) > 1e9 else y.flatten())
+
+    def writes(q: Any, x: Tensor, flat: Tensor) -> Tensor:
+        total = flat.sum()
+        x.mul_(2)
+        return block(q, x.clone()) + flat.view(x.shape) * total
+
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        first, second, *rest = p["layers"]
+        x, flat = zf.layer(both, first, F.embedding(ids, p["embed"]))
+        x = zf.layer(writes, second, x, flat)
+        for layer in rest:
+            x = zf.layer(block, layer, x)
+        return end(x, p)
+
+    with pytest.raises(CompositionError, match="of whose memory an earlier stage sends a second"):
+        rehearsed(fn, 4)
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2))
+    assert torch.equal(got.result, whole(fn, params(), (IDS,))[0])
+
+
 # --- a run that is not the rehearsal -------------------------------------------------------------
 
 

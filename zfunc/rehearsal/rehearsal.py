@@ -34,6 +34,7 @@ from zfunc.rehearsal.failures import located
 from zfunc.rehearsal.ghosts import (
     RUN,
     Ghost,
+    GhostMemory,
     become,
     form_of,
     ghost_leaves,
@@ -183,6 +184,7 @@ class _Rehearsal:
         self.invented: list[tuple[Tensor, Tensor]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.marked: list[Tensor] = []
+        self.crossed: dict[tuple[int, GhostMemory], set[Label]] = {}
         self.error: BaseException | None = None
         self.layer_of = {
             i: k for k, layer in enumerate(layout.layers) for i in range(layer.start, layer.stop)
@@ -314,6 +316,13 @@ class _Rehearsal:
                 f"{self.chunk} of a pipeline, writes to a value of an earlier one, stage {x.home}. "
                 "Let it give a new tensor: x = x + y."
             )
+        if len(self.crossed.get((self.chunk, x.memory), ())) > 1:
+            raise self._fail(
+                f"{named(func)} at {site()}, in stage {self.chunk} of a pipeline, writes to a "
+                f"value of shape {list(x.shape)}, of whose memory an earlier stage sends a second "
+                "one (a view of it, say), which would stay as it was. Let it give a new tensor, or "
+                "let layers return x.clone()."
+            )
 
     def overwrote(self, x: Tensor, was: Tensor) -> None:
         self.overwritten.append((x, was))
@@ -371,6 +380,7 @@ class _Rehearsal:
                 "to the layers as an argument, or compute it inside of them."
             )
         self.crossing[self.chunk].setdefault(label, (g.home, g.spec))
+        self.crossed.setdefault((self.chunk, g.memory), set()).add(label)
 
     def check_group(self, ranks: Group) -> None:
         """Nothing that all stages have to take part in: each is somewhere else in the loss."""
@@ -495,7 +505,10 @@ class _Rehearsal:
         with Counting() as counting:
             try:
                 out = call(*xs, **kw)
-                out = replaced(out, self._emptied)
+                memories = {
+                    _memory(x): was.memory for x, was in self.invented if type(was) is Ghost
+                }
+                out = replaced(out, lambda x: self._emptied(x, memories))
             finally:
                 self._forget()
         self.counted(counting.flops)
@@ -525,6 +538,7 @@ class _Rehearsal:
             written = x._version > 0
             become(x, was)
             if written and type(x) is Ghost:
+                self.writes(self.calls[self.within].name, x)
                 x.memory.written(self.chunk, needs=True)
         self.invented.clear()
 
@@ -541,11 +555,17 @@ class _Rehearsal:
         become(g, new)
         self.invented.append((g, new))
 
-    def _emptied(self, x: Tensor) -> Tensor:
+    def _emptied(self, x: Tensor, memories: dict[int, GhostMemory]) -> Tensor:
         """A ghost of what a layer has returned; of what it was given, that itself."""
         if type(x) is Ghost or any(x is y for y, _ in self.invented):
             return x
-        return ghost_like(form_of(x), x.device, self.chunk, True)
+        memory = memories.setdefault(_memory(x), GhostMemory())
+        return ghost_like(form_of(x), x.device, self.chunk, True, memory=memory)
+
+
+def _memory(x: Tensor) -> int:
+    """The same for tensors that share memory."""
+    return int(x.untyped_storage()._cdata)
 
 
 def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:
