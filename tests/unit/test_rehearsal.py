@@ -13,13 +13,14 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -285,6 +286,27 @@ def test_how_much_is_drawn_is_not_decided_by_numbers_that_are_elsewhere(name: st
         rehearsed(outside(draw), 2)
     if name != "binomial":  # which torch does not know without numbers
         assert rehearsed(behind, 2).chunks == 2
+
+
+def halved() -> nn.Module:
+    """A module that halves the gradient of what it is given."""
+    made = nn.Linear(6, 6)
+    made.register_full_backward_hook(lambda module, given, grads: (given[0] / 2,))
+    return made
+
+
+def test_modules_inside_of_layers_have_hooks_in_backward() -> None:
+    linear = halved()
+
+    def run(q: Any, x: Tensor) -> Tensor:
+        return x + torch.tanh(torch.func.functional_call(linear, {"weight": q["w"]}, (x,)))
+
+    fn = partial(through, fn=run)
+    want = whole(fn, params(), (IDS,))
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+    with pytest.raises(CompositionError, match="Hang it on a module that a layer calls"):
+        rehearsed(outside(linear), 2)
 
 
 def test_who_catches_the_error_gets_it_all_the_same() -> None:

@@ -175,8 +175,7 @@ def _set_required(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 RULES[Tensor.requires_grad.__get__] = lambda func, args, kwargs: args[0].needs  # type: ignore[attr-defined]
 RULES[Tensor.requires_grad.__set__] = _set_required  # type: ignore[attr-defined]
 RULES[Tensor._version.__get__] = lambda func, args, kwargs: args[0].memory.version  # type: ignore[attr-defined]
-for _name in ("grad", "grad_fn"):
-    RULES[getattr(Tensor, _name).__get__] = lambda func, args, kwargs: None
+RULES[Tensor.grad.__get__] = lambda func, args, kwargs: None  # type: ignore[union-attr]
 
 
 class _NoHook:
@@ -184,6 +183,38 @@ class _NoHook:
 
     def remove(self) -> None:
         pass
+
+
+class _NoNode:
+    """In the place of a node of autograd: ``nn.Module`` asks for one to hang its hooks on."""
+
+    next_functions = ()
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+
+    def name(self) -> str:
+        return "BackwardHookFunctionBackward"
+
+    def register_hook(self, hook: Callable[..., Any]) -> _NoHook:
+        """Inside a layer whoever computes it has the hook."""
+        run = RUN.get()
+        if run is None or not run.inside:
+            raise refusal(
+                self.func,
+                "a hook (register_full_backward_hook, say) is called in backward, and outside of "
+                "the layers no stage has all of that. Hang it on a module that a layer calls",
+            )
+        return _NoHook()
+
+    register_prehook = register_hook
+
+
+def _node(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return _NoNode(func) if args[0].needs else None
+
+
+RULES[Tensor.grad_fn.__get__] = _node  # type: ignore[union-attr]
 
 
 @rule("register_hook", of=(Tensor,))
