@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -307,6 +308,35 @@ def test_modules_inside_of_layers_have_hooks_in_backward() -> None:
     assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
     with pytest.raises(CompositionError, match="Hang it on a module that a layer calls"):
         rehearsed(outside(linear), 2)
+
+
+IN_LAYERS = {
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).square().sum())(x),
+    "vmap of grad": lambda f, x: vmap(vmap(torch.func.grad(lambda y: f(y).square().sum())))(x),
+    "jacrev": lambda f, x: vmap(vmap(torch.func.jacrev(f)))(x).sum(-1),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+}
+
+
+@pytest.mark.parametrize("name", IN_LAYERS)
+def test_layers_may_call_functions_of_functions(name: str) -> None:
+    def run(q: Any, x: Tensor) -> Tensor:
+        w = torch.func.grad(lambda w: torch.tanh(x @ w).square().mean())(q["w"])
+        return x @ (q["w"] - w) + IN_LAYERS[name](lambda y: torch.tanh(y @ q["w"] + q["b"]), x)
+
+    fn = partial(through, fn=run)
+    want = whole(fn, params(), (IDS,))
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+
+
+def test_a_layer_that_looks_within_a_function_of_a_function_is_told_so() -> None:
+    def run(q: Any, x: Tensor) -> Tensor:
+        y = vmap(torch.func.grad(lambda y: (y @ q["w"]).sum()))(x)
+        return y * 2 if float(y.sum()) > 1e9 else y
+
+    with pytest.raises(CompositionError, match="looks at numbers does so before"):
+        rehearsed(partial(through, fn=run), 2)
 
 
 def test_who_catches_the_error_gets_it_all_the_same() -> None:

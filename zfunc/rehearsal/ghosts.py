@@ -346,8 +346,9 @@ def become(x: Tensor, new: Tensor) -> None:
     if _holders(x) > 1 or _holders(new) > 1:
         raise CompositionError(
             f"a tensor of shape {list(x.shape)} that is computed, or written to, by another stage "
-            f"of a pipeline is held by autograd or has views, at {site()}. Give layers a tensor of "
-            "its own, x.clone(), and do not write to views of one."
+            f"of a pipeline is held by autograd or torch.func, or has views, at {site()}. Give "
+            "layers a tensor of its own, x.clone(), and do not write to views of one. A layer that "
+            "looks at numbers does so before it calls torch.func."
         )
     if type(x) is Ghost and x.light and not new.is_inference():
         new.__dict__[CAME] = new._version

@@ -239,7 +239,9 @@ def _nested(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise refusal(func, "no stage has the whole way of its gradient. Do that inside a layer")
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-    return tuple(torch.empty_like(x).requires_grad_() for x in inputs)
+    found = map(torch.empty_like, inputs)
+    within = torch._C._functorch.maybe_current_level() is not None  # torch.func asks for it itself
+    return tuple(found) if within else tuple(x.requires_grad_() for x in found)
 
 
 # --- masks that are here decide shapes -----------------------------------------------------------

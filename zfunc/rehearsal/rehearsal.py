@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import optree
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from zfunc.engine import context
@@ -543,12 +544,8 @@ class _Rehearsal:
         self.invented.clear()
 
     def _invent(self, g: Ghost) -> None:
-        generator = torch.Generator(g.device).manual_seed(0)
-        if g.dtype.is_floating_point or g.dtype.is_complex:
-            wide = torch.rand(g.shape, generator=generator, device=g.device)
-            new = (wide * 0.1).to(g.dtype)
-        else:
-            new = torch.zeros(g.shape, dtype=g.dtype, device=g.device)
+        with temporarily_clear_interpreter_stack():  # under vmap nothing could be drawn
+            new = _made_up(g)
         marks = {k: x for k, x in g.__dict__.items() if k.startswith("_zfunc")}
         new.__dict__.update(marks)
         new.__dict__[MADE_UP] = self.within
@@ -566,6 +563,15 @@ class _Rehearsal:
 def _memory(x: Tensor) -> int:
     """The same for tensors that share memory."""
     return int(x.untyped_storage()._cdata)
+
+
+def _made_up(g: Ghost) -> Tensor:
+    """A tensor like that, with numbers."""
+    if not (g.dtype.is_floating_point or g.dtype.is_complex):
+        return torch.zeros(g.shape, dtype=g.dtype, device=g.device)
+    generator = torch.Generator(g.device).manual_seed(0)
+    wide = torch.rand(g.shape, generator=generator, device=g.device)
+    return (wide * 0.1).to(g.dtype)
 
 
 def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:

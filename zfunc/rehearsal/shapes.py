@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zfunc.rehearsal.work import Counting
 
@@ -181,12 +182,13 @@ def outcome(
         Exception: whatever ``func`` raises on ``meta``.
     """
     key = given.key
-    if key is None:
-        return _learnt(func, args, kwargs, shape)
-    known = _found.get(key)
+    known = None if key is None else _found.get(key)
     if known is not None:
         return known
-    found = _learnt(func, args, kwargs, shape)
+    with temporarily_clear_interpreter_stack():  # on no level of torch.func, which would wrap it
+        found = _learnt(func, args, kwargs, shape)
+    if key is None:
+        return found
     if len(_found) > MANY:
         _found.clear()
     _found[key] = found
