@@ -263,6 +263,7 @@ LOOKS = {
     "pickle": lambda x: pickle.dumps(x),
     "backward": lambda x: x.sum().backward(),
     "grad": lambda x: torch.autograd.grad(x.sum(), x),
+    "as_subclass": lambda x: x.as_subclass(Marked),
 }
 
 
@@ -308,6 +309,32 @@ def test_modules_inside_of_layers_have_hooks_in_backward() -> None:
     assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
     with pytest.raises(CompositionError, match="Hang it on a module that a layer calls"):
         rehearsed(outside(linear), 2)
+
+
+class Marked(Tensor):
+    """A subclass."""
+
+
+SPARSE = torch.arange(16.0, dtype=torch.float64).reshape(4, 4).remainder(3) / 9
+OTHER_TENSORS = {
+    "csr": lambda q, x: torch.stack([SPARSE.to_sparse_csr() @ y for y in block(q, x)]),
+    "coo": lambda q, x: torch.stack([SPARSE.to_sparse() @ y for y in block(q, x)]),
+    "a subclass": lambda q, x: block(q, x).as_subclass(Marked),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_layers_may_have_other_tensors(name: str) -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            x = zf.layer(OTHER_TENSORS[name], layer, x)
+        return end(x.as_subclass(Tensor), p)
+
+    want = whole(fn, params(), (IDS,))
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
 
 
 IN_LAYERS = {

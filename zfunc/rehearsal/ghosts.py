@@ -221,6 +221,10 @@ class Ghost(Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return self.place
 
+    def as_subclass(self, cls: Any) -> Any:
+        """Torch asks no ``__torch_function__`` here."""
+        return Ghost.__torch_function__(Tensor.as_subclass, (Ghost,), (self, cls))
+
     @property
     def light(self) -> bool:
         """Whether it is made of parameters alone, or of nothing: anyone can make it again."""
@@ -367,7 +371,7 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private, so perhap
 
 def is_shared(x: Tensor) -> bool:
     """Whether another tensor has a part of its memory, too."""
-    if x._is_view() or _use_count is None:
+    if x._is_view() or _use_count is None or x.layout is not torch.strided:
         return x._is_view()
     storage = x.untyped_storage()  # a reference of its own, beside the tensor's
     return bool(_use_count(storage._cdata) > 2)

@@ -153,6 +153,17 @@ def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0].to(device)
 
 
+@rule("as_subclass", of=(Tensor,))
+def _of_a_class(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Only a real one can be of another class, which may do anything."""
+    run, x = RUN.get(), args[0]
+    if (*args[1:], *kwargs.values())[0] is Tensor:
+        return x.view_as(x)
+    if run is not None and run.used(func, [x], False, False):
+        return func(*args, **kwargs)
+    raise refusal(func, "it becomes one of a class of its own. Do that inside a layer")
+
+
 @rule("__iter__", of=(Tensor,))
 def _iterated(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return iter(args[0].unbind(0))

@@ -41,8 +41,12 @@ _shapes: dict[Any, Shape] = {}
 
 
 def shape_of(x: Tensor) -> Shape:
-    """That of a plain tensor."""
-    return shape_with(x.shape, x.stride(), x.dtype)
+    """That of a plain tensor; of a sparse one that has no strides, that of the dense one."""
+    try:
+        stride = x.stride()
+    except RuntimeError:
+        stride = torch.empty(x.shape, device=META).stride()
+    return shape_with(x.shape, stride, x.dtype)
 
 
 def shape_with(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Shape:
