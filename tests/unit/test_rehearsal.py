@@ -13,13 +13,15 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -191,6 +193,32 @@ def test_masks_are_those_of_the_whole_loss() -> None:
         assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
 
 
+DRAWS = {
+    "normal around": lambda x: torch.normal(x.detach(), 0.3),
+    "normal": lambda x: torch.empty_like(x).log_normal_(),
+    "integers": lambda x: torch.empty_like(x).random_(3),
+    "a pool": lambda x: F.fractional_max_pool2d(x, 2, output_size=2).mean(),
+    "dropout": lambda x: F.dropout(x, 0.5),
+}
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("name", DRAWS)
+def test_between_layers_as_much_is_drawn_without_numbers(name: str, cast: bool) -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            with torch.autocast("cpu", enabled=cast):
+                x = torch.tanh(x + DRAWS[name](x))
+            x = zf.layer(block, layer, x)
+        return end(F.dropout(x), p)
+
+    with scope(3):
+        want = whole(fn, params(), (IDS,))
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2), around=lambda: scope(3))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+
+
 def test_a_tensor_of_the_user_that_ghosts_are_written_to_comes_back() -> None:
     mine = torch.zeros(2, 4, 6)
 
@@ -235,6 +263,7 @@ LOOKS = {
     "pickle": lambda x: pickle.dumps(x),
     "backward": lambda x: x.sum().backward(),
     "grad": lambda x: torch.autograd.grad(x.sum(), x),
+    "as_subclass": lambda x: x.as_subclass(Marked),
 }
 
 
@@ -243,6 +272,98 @@ def test_numbers_that_are_elsewhere_cannot_be_looked_at(name: str) -> None:
     with pytest.raises(CompositionError, match="met a value") as error:
         rehearsed(outside(LOOKS[name]), 2)
     assert re.search(r"test_rehearsal\.py:\d+", str(error.value))
+
+
+@pytest.mark.parametrize("name", ["poisson", "_standard_gamma", "rrelu", "binomial"])
+def test_how_much_is_drawn_is_not_decided_by_numbers_that_are_elsewhere(name: str) -> None:
+    def draw(x: Tensor) -> Tensor:
+        if name == "binomial":
+            return torch.binomial(torch.ones_like(x), x.detach().sigmoid())
+        return F.rrelu(x, training=True) if name == "rrelu" else getattr(torch, name)(x.exp())
+
+    def behind(p: Any, ids: Tensor) -> Tensor:
+        return through(p, ids) + draw(p["scale"].detach()).sum()
+
+    with pytest.raises(CompositionError, match=name):
+        rehearsed(outside(draw), 2)
+    if name != "binomial":  # which torch does not know without numbers
+        assert rehearsed(behind, 2).chunks == 2
+
+
+def halved() -> nn.Module:
+    """A module that halves the gradient of what it is given."""
+    made = nn.Linear(6, 6)
+    made.register_full_backward_hook(lambda module, given, grads: (given[0] / 2,))
+    return made
+
+
+def test_modules_inside_of_layers_have_hooks_in_backward() -> None:
+    linear = halved()
+
+    def run(q: Any, x: Tensor) -> Tensor:
+        return x + torch.tanh(torch.func.functional_call(linear, {"weight": q["w"]}, (x,)))
+
+    fn = partial(through, fn=run)
+    want = whole(fn, params(), (IDS,))
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+    with pytest.raises(CompositionError, match="Hang it on a module that a layer calls"):
+        rehearsed(outside(linear), 2)
+
+
+class Marked(Tensor):
+    """A subclass."""
+
+
+SPARSE = torch.arange(16.0, dtype=torch.float64).reshape(4, 4).remainder(3) / 9
+OTHER_TENSORS = {
+    "csr": lambda q, x: torch.stack([SPARSE.to_sparse_csr() @ y for y in block(q, x)]),
+    "coo": lambda q, x: torch.stack([SPARSE.to_sparse() @ y for y in block(q, x)]),
+    "a subclass": lambda q, x: block(q, x).as_subclass(Marked),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("name", OTHER_TENSORS)
+def test_layers_may_have_other_tensors(name: str) -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            x = zf.layer(OTHER_TENSORS[name], layer, x)
+        return end(x.as_subclass(Tensor), p)
+
+    want = whole(fn, params(), (IDS,))
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+
+
+IN_LAYERS = {
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).square().sum())(x),
+    "vmap of grad": lambda f, x: vmap(vmap(torch.func.grad(lambda y: f(y).square().sum())))(x),
+    "jacrev": lambda f, x: vmap(vmap(torch.func.jacrev(f)))(x).sum(-1),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
+}
+
+
+@pytest.mark.parametrize("name", IN_LAYERS)
+def test_layers_may_call_functions_of_functions(name: str) -> None:
+    def run(q: Any, x: Tensor) -> Tensor:
+        w = torch.func.grad(lambda w: torch.tanh(x @ w).square().mean())(q["w"])
+        return x @ (q["w"] - w) + IN_LAYERS[name](lambda y: torch.tanh(y @ q["w"] + q["b"]), x)
+
+    fn = partial(through, fn=run)
+    want = whole(fn, params(), (IDS,))
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+
+
+def test_a_layer_that_looks_within_a_function_of_a_function_is_told_so() -> None:
+    def run(q: Any, x: Tensor) -> Tensor:
+        y = vmap(torch.func.grad(lambda y: (y @ q["w"]).sum()))(x)
+        return y * 2 if float(y.sum()) > 1e9 else y
+
+    with pytest.raises(CompositionError, match="looks at numbers does so before"):
+        rehearsed(partial(through, fn=run), 2)
 
 
 def test_who_catches_the_error_gets_it_all_the_same() -> None:
@@ -364,6 +485,71 @@ def test_a_hook_on_a_value_that_has_been_passed_on_is_an_error() -> None:
         rehearsed(fn, 2)
 
 
+PARTS = {
+    "a view is given": (lambda a: [a[k] for k in range(4)], lambda q, x, a: a.copy_(block(q, x))),
+    "detached": (lambda a: [a.detach()] * 4, lambda q, x, a: a[0].add_(block(q, x).detach())),
+    "views are kept": (lambda a: [a.view_as(a)] * 4, lambda q, x, a: a[0].mul_(x.detach())),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_layer_that_writes_to_what_shares_memory_is_named(name: str) -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x, total = F.embedding(ids, p["embed"]), torch.ones(4, 2, 4, 6)
+        parts, write = PARTS[name]
+        for layer, part in zip(p["layers"], parts(total), strict=True):
+            x = zf.layer(lambda *a: write(*a) * 1, layer, x, part)
+        return end(x + total.sum(0), p)
+
+    with pytest.raises(CompositionError, match=r"layer layers\.0.*shares memory with another"):
+        rehearsed(fn, 2)
+    assert rehearsed(fn, 1).chunks == 1
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_layer_that_writes_to_a_part_of_what_it_was_not_given_is_named(looks: bool) -> None:
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        x, total = F.embedding(ids, p["embed"]), torch.zeros(4, 2, 4, 6)
+
+        def run(q: Any, x: Tensor, k: int) -> Tensor:
+            y = block(q, x)
+            total[k].copy_(y.detach())
+            return y * 2 if looks and float(y.detach().sum()) > 1e9 else y
+
+        for k, layer in enumerate(p["layers"]):
+            x = zf.layer(run, layer, x, k)
+        return end(x + total.sum(0), p)
+
+    with pytest.raises(CompositionError, match=r"a value that layer .* has kept"):
+        rehearsed(fn, 2)
+    assert rehearsed(fn, 1).chunks == 1
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_of_two_values_in_one_memory_neither_is_written_to_behind_a_cut(looks: bool) -> None:
+    def both(q: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = block(q, x)
+        return y, (y if looks and float(y.detach().sum()) > 1e9 else y.flatten())
+
+    def writes(q: Any, x: Tensor, flat: Tensor) -> Tensor:
+        total = flat.sum()
+        x.mul_(2)
+        return block(q, x.clone()) + flat.view(x.shape) * total
+
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        first, second, *rest = p["layers"]
+        x, flat = zf.layer(both, first, F.embedding(ids, p["embed"]))
+        x = zf.layer(writes, second, x, flat)
+        for layer in rest:
+            x = zf.layer(block, layer, x)
+        return end(x, p)
+
+    with pytest.raises(CompositionError, match="of whose memory an earlier stage sends a second"):
+        rehearsed(fn, 4)
+    got = in_chunks.run(fn, params(), (IDS,), chunk_of=even(4, 2))
+    assert torch.equal(got.result, whole(fn, params(), (IDS,))[0])
+
+
 # --- a run that is not the rehearsal -------------------------------------------------------------
 
 
@@ -432,6 +618,48 @@ def test_an_argument_in_the_place_of_a_result_is_named() -> None:
         *(early(True), params(), (IDS,)), chunk_of=even(4, 2), plan=rehearsed(early(False))
     )
     assert torch.equal(got.result, whole(early(True), params(), (IDS,))[0])
+
+
+def grows_a_list(p: Any, ids: Tensor) -> Tensor:
+    scales = [p["scale"], p["scale"] * 2]
+    summed, named = torch.stack(scales).sum(0), {"tensors": [p["scale"], p["scale"]]}
+    joined = torch.cat(**named).sum()
+    scales.append(p["scale"] * 3)
+    named["tensors"].append(p["scale"])
+    x = F.embedding(ids, p["embed"])
+    for layer in p["layers"]:
+        x = zf.layer(block, layer, x)
+    return end(x * summed + joined, p)
+
+
+def test_a_list_may_grow_behind_the_call_that_it_was_given_to() -> None:
+    got = in_chunks.run(grows_a_list, params(), (IDS,), chunk_of=even(4, 2))
+    want = whole(grows_a_list, params(), (IDS,))
+    assert torch.equal(got.result, want[0]) and worst(got, want) <= 1e-14
+
+
+def writes_to(what: str) -> Any:
+    """A loss that writes to what it has made something of that is used behind the layers."""
+
+    def fn(p: Any, ids: Tensor) -> Tensor:
+        offset, ids = torch.zeros(6), ids.clone()
+        twice = p["scale"] * 2
+        made = p["scale"] + offset, F.embedding(ids, p["embed"].detach()), twice * 3
+        x = F.embedding(ids, p["embed"])
+        for layer in p["layers"]:
+            x = zf.layer(block, layer, x)
+        {"offset": offset, "ids": ids, "twice": twice}[what].add_(1)
+        x = x * made[0] + made[1] + made[2]
+        return end(x, p)
+
+    return fn
+
+
+@pytest.mark.parametrize("what", ["offset", "ids", "twice"])
+def test_what_a_value_was_to_be_made_of_is_not_written_to(what: str) -> None:
+    message = against(writes_to(what), writes_to(what))
+    assert "that has been written to in the meantime. Give it a copy, x.clone()" in message
+    assert re.search(r"met a value .* tensor of shape \[(6|2, 4)\]", message)
 
 
 # --- ghosts --------------------------------------------------------------------------------------

@@ -211,12 +211,21 @@ def embedding() -> Piece:
     return [y @ table.t(), F.embedding(at, table) @ w], [x], [table, w]
 
 
+class Marked(Tensor):
+    """A subclass."""
+
+
+def of_a_subclass() -> Piece:
+    x, y, w = leaf(3, 4).detach().as_subclass(Marked).requires_grad_(), leaf(3, 4), leaf(4, 4)
+    return [(torch.tanh(x @ w) + y) @ w], [x, y], [w]
+
+
 PIECES: list[Callable[[], Piece]] = [
     used_twice, used_five_times_with_bias, used_in_several_places, through_weights_of_weights,
     split_and_chunk, weights_alone, nothing_leads_to_inputs, no_inputs, no_ends, unused,
     returned_as_it_is, an_input_is_an_end, an_input_in_the_middle, an_input_before_an_input,
     an_end_in_the_middle, in_place_on_views, broadcast, batched, attention, convolutions, norms,
-    embedding, one_gradient_for_two,
+    embedding, one_gradient_for_two, of_a_subclass,
 ]  # fmt: skip
 
 

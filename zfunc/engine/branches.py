@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
@@ -207,7 +208,8 @@ def edge_of(x: Tensor | GradientEdge) -> Edge | None:
     if isinstance(x, Tensor):
         if not x.requires_grad:
             return None
-        x = get_gradient_edge(x)
+        with DisableTorchFunctionSubclass():  # of a leaf of a subclass it would give a view's edge
+            x = get_gradient_edge(x)
     return x.node, x.output_nr
 
 

@@ -286,9 +286,10 @@ class ChunkRun:
     def counted(self, flops: int) -> None:
         """Work is counted in the rehearsal."""
 
-    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any], uneven: bool) -> None:
         """Draw as much: what this chunk draws later comes from the same place in the stream."""
-        if "scaled_dot_product" in named(func) and not (*args[4:5], kwargs.get("dropout_p", 0))[0]:
+        attends = named(func) == "scaled_dot_product_attention"
+        if attends and not (*args[4:5], kwargs.get("dropout_p", 0))[0]:
             return
         args, kwargs = replaced((args, kwargs), _ones)
         with torch.no_grad():

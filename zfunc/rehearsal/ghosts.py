@@ -36,6 +36,7 @@ __all__ = [
     "ghost_leaves",
     "ghost_like",
     "in_function",
+    "is_shared",
     "named",
     "refusal",
     "settle",
@@ -73,8 +74,13 @@ class GhostRun(Protocol):
     def counted(self, flops: int) -> None:
         """An operation takes that much work."""
 
-    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """An operation outside layers draws random numbers, where it is computed."""
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any], uneven: bool) -> None:
+        """An operation outside layers draws random numbers, where it is computed.
+
+        Args:
+            func, args, kwargs: the call.
+            uneven: whether numbers decide how many.
+        """
 
     def writes(self, func: Any, x: Ghost) -> None:
         """An operation writes to a ghost."""
@@ -113,19 +119,62 @@ class GhostMemory:
 
 
 class Recipe(NamedTuple):
-    """How a value is made of parameters alone: a call, and which tensor of its result it is."""
+    """How a value is made of parameters alone: a call, and which tensor of its result it is.
+
+    The call comes later than in the loss, so the lists and dicts among its arguments are copies.
+    """
 
     func: Any
     args: Any
     kwargs: dict[str, Any]
     place: int
     recorded: bool
+    reads: Sequence[tuple[Tensor, int]]
+
+    @classmethod
+    def of(
+        cls, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], place: int = 0
+    ) -> Recipe:
+        """For a call that is made now, with these tensors among its arguments."""
+        reads = [(x, _written(x)) for x in tensors]
+        return cls(func, _own(args), _own(kwargs), place, torch.is_grad_enabled(), reads)
 
     def made(self) -> Tensor:
-        """The value, from what the arguments are now."""
+        """The value, from what the arguments were.
+
+        Raises:
+            CompositionError: one of them has been written to since.
+        """
+        for x, written in self.reads:
+            if _written(x) != written:
+                raise refusal(
+                    self.func,
+                    f"it is made of parameters where it is used, from a tensor of shape "
+                    f"{list(x.shape)} that has been written to in the meantime. Give it a copy, "
+                    "x.clone(), or write to one",
+                )
         with torch.set_grad_enabled(self.recorded):
             out = self.func(*self.args, **self.kwargs)
         return out if isinstance(out, Tensor) else _tensors(out)[self.place]
+
+
+CAME = "_came_written"
+"""The name under which a tensor that was a ghost has how often it had been written to then."""
+
+
+def _written(x: Tensor) -> int:
+    """How often a tensor was written to, also while it was a ghost; -1 if nobody can know."""
+    if type(x) is Ghost:
+        return 0 if x.light else -1
+    return 0 if x.is_inference() else x._version - int(x.__dict__.get(CAME, 0))
+
+
+def _own(tree: Any) -> Any:
+    """The same in lists and dicts of its own."""
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return kind(map(_own, tree))
+    return {key: _own(x) for key, x in tree.items()} if kind is dict else tree
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -176,6 +225,10 @@ class Ghost(Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return self.place
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Torch asks no ``__torch_function__`` here."""
+        return Ghost.__torch_function__(Tensor.as_subclass, (Ghost,), (self, cls))
 
     @property
     def light(self) -> bool:
@@ -308,9 +361,12 @@ def become(x: Tensor, new: Tensor) -> None:
     if holders(x) > 1 or holders(new) > 1:
         raise CompositionError(
             f"a tensor of shape {list(x.shape)} that is computed, or written to, by another stage "
-            f"of a pipeline is held by autograd or has views, at {site()}. Give layers a tensor of "
-            "its own, x.clone(), and do not write to views of one."
+            f"of a pipeline is held by autograd or torch.func, or has views, at {site()}. Give "
+            "layers a tensor of its own, x.clone(), and do not write to views of one. A layer that "
+            "looks at numbers does so before it calls torch.func."
         )
+    if type(x) is Ghost and x.light and not new.is_inference():
+        new.__dict__[CAME] = new._version
     x.__class__, new.__class__ = new.__class__, x.__class__
     x.__dict__, new.__dict__ = new.__dict__, x.__dict__
     torch._C._swap_tensor_impl(x, new)
@@ -319,6 +375,17 @@ def become(x: Tensor, new: Tensor) -> None:
 def holders(x: Any) -> int:
     """How many hold on to a tensor below Python."""
     return int(x._use_count())
+
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # private, so perhaps absent
+
+
+def is_shared(x: Tensor) -> bool:
+    """Whether another tensor has a part of its memory, too."""
+    if x._is_view() or _use_count is None or x.layout is not torch.strided:
+        return x._is_view()
+    storage = x.untyped_storage()  # a reference of its own, beside the tensor's
+    return bool(_use_count(storage._cdata) > 2)
 
 
 def form_of(x: Tensor) -> Shape:
@@ -353,12 +420,12 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) 
     found = _found(func, args, kwargs, given)
     if run is not None and found.flops:
         run.counted(found.flops)
-    if run is not None and not below and not run.inside and _draws(func):
-        run.draws(func, args, kwargs)
+    if run is not None and light and (found.draws or found.writes):
+        run.used(func, ghosts, False, below)  # it is made here, and not once more
+        light = False
+    if run is not None and not run.inside and (found.draws or (not below and _draws(func))):
+        run.draws(func, args, kwargs, found.uneven)
     if found.writes:
-        if light and run is not None:  # what is written is made here, and not once more
-            run.used(func, ghosts, False, below)
-            light = False
         _write(run, func, given.tensors, found)
     return _results(run, func, args, kwargs, given, found, ghosts, light)
 
@@ -412,7 +479,7 @@ def _write(run: GhostRun | None, func: Any, tensors: Sequence[Tensor], found: Ou
     for i in found.writes:
         x = tensors[i]
         if type(x) is not Ghost:
-            if x._is_view():
+            if is_shared(x):
                 raise refusal(func, "it writes into a part of a tensor that is here")
             was = ghost_like(shape_of(x), x.device, chunk, torch.is_grad_enabled())
             become(x, was)
@@ -435,7 +502,7 @@ def _results(
     light: bool,
 ) -> Any:
     tensors, device = given.tensors, given.device or ghosts[0].device
-    chunk, recorded = -1 if run is None else run.chunk, torch.is_grad_enabled()
+    chunk = -1 if run is None else run.chunk
     needs = _kept(func) and any(map(_needs, tensors))
     leaves = frozenset[int]().union(*(g.leaves or () for g in ghosts)) if light else None
     place = -1
@@ -447,7 +514,7 @@ def _results(
             return tensors[x.index]
         of = tensors[x.memory] if x.memory >= 0 else None
         memory = of.memory if type(of) is Ghost else None
-        recipe = Recipe(func, args, kwargs, place, recorded) if light else None
+        recipe = Recipe.of(func, args, kwargs, tensors, place) if light else None
         made = ghost_like(x.shape, device, chunk, needs, leaves, recipe, memory)
         made.within = -1 if run is None else run.within
         return made

@@ -104,7 +104,7 @@ def _of_nothing(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return computed(func, args, kwargs)
     given = Arguments(func, args, kwargs, form_of)
     found: Any = outcome(func, args, kwargs, given, form_of)
-    recipe = Recipe(func, (stand_in(x), *args[1:]), kwargs, 0, torch.is_grad_enabled())
+    recipe = Recipe.of(func, (stand_in(x), *args[1:]), kwargs, ())
     device = given.device or x.device
     return ghost_like(found.result.shape, device, run.chunk, False, frozenset(), recipe)
 
@@ -153,6 +153,17 @@ def _moved(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return args[0].to(device)
 
 
+@rule("as_subclass", of=(Tensor,))
+def _of_a_class(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Only a real one can be of another class, which may do anything."""
+    run, x = RUN.get(), args[0]
+    if (*args[1:], *kwargs.values())[0] is Tensor:
+        return x.view_as(x)
+    if run is not None and run.used(func, [x], False, False):
+        return func(*args, **kwargs)
+    raise refusal(func, "it becomes one of a class of its own. Do that inside a layer")
+
+
 @rule("__iter__", of=(Tensor,))
 def _iterated(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return iter(args[0].unbind(0))
@@ -175,8 +186,7 @@ def _set_required(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 RULES[Tensor.requires_grad.__get__] = lambda func, args, kwargs: args[0].needs  # type: ignore[attr-defined]
 RULES[Tensor.requires_grad.__set__] = _set_required  # type: ignore[attr-defined]
 RULES[Tensor._version.__get__] = lambda func, args, kwargs: args[0].memory.version  # type: ignore[attr-defined]
-for _name in ("grad", "grad_fn"):
-    RULES[getattr(Tensor, _name).__get__] = lambda func, args, kwargs: None
+RULES[Tensor.grad.__get__] = lambda func, args, kwargs: None  # type: ignore[union-attr]
 
 
 class _NoHook:
@@ -184,6 +194,38 @@ class _NoHook:
 
     def remove(self) -> None:
         pass
+
+
+class _NoNode:
+    """In the place of a node of autograd: ``nn.Module`` asks for one to hang its hooks on."""
+
+    next_functions = ()
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+
+    def name(self) -> str:
+        return "BackwardHookFunctionBackward"
+
+    def register_hook(self, hook: Callable[..., Any]) -> _NoHook:
+        """Inside a layer whoever computes it has the hook."""
+        run = RUN.get()
+        if run is None or not run.inside:
+            raise refusal(
+                self.func,
+                "a hook (register_full_backward_hook, say) is called in backward, and outside of "
+                "the layers no stage has all of that. Hang it on a module that a layer calls",
+            )
+        return _NoHook()
+
+    register_prehook = register_hook
+
+
+def _node(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return _NoNode(func) if args[0].needs else None
+
+
+RULES[Tensor.grad_fn.__get__] = _node  # type: ignore[union-attr]
 
 
 @rule("register_hook", of=(Tensor,))
@@ -210,7 +252,9 @@ def _nested(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         raise refusal(func, "no stage has the whole way of its gradient. Do that inside a layer")
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
-    return tuple(torch.empty_like(x).requires_grad_() for x in inputs)
+    found = map(torch.empty_like, inputs)
+    within = torch._C._functorch.maybe_current_level() is not None  # torch.func asks for it itself
+    return tuple(found) if within else tuple(x.requires_grad_() for x in found)
 
 
 # --- masks that are here decide shapes -----------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import optree
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from zfunc.engine import context
@@ -35,11 +36,13 @@ from zfunc.rehearsal.failures import located
 from zfunc.rehearsal.ghosts import (
     RUN,
     Ghost,
+    GhostMemory,
     become,
     form_of,
     ghost_leaves,
     ghost_like,
     holders,
+    is_shared,
     named,
     settle,
 )
@@ -189,6 +192,8 @@ class _Rehearsal:
         self.invented: list[tuple[Tensor, Tensor]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.between = Between()
+        self.marked: list[Tensor] = []
+        self.crossed: dict[tuple[int, GhostMemory], set[Label]] = {}
         self.error: BaseException | None = None
         self.layer_of = {
             i: k for k, layer in enumerate(layout.layers) for i in range(layer.start, layer.stop)
@@ -228,6 +233,7 @@ class _Rehearsal:
             context.pop(tokens[0])
             for x, was in reversed(self.overwritten):
                 become(x, was)
+            _unmark(self.marked)
         self._check(copies)
         return Rehearsed(
             calls=tuple(self.calls),
@@ -303,8 +309,14 @@ class _Rehearsal:
             self.flops_outside[self.chunk] += flops
             self.flops_between[-1] += flops
 
-    def draws(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Nothing is drawn in a rehearsal."""
+    def draws(self, func: Any, args: Any, kwargs: dict[str, Any], uneven: bool) -> None:
+        """Nothing is drawn in a rehearsal. Later chunks will draw as much, without the numbers."""
+        if uneven and self.chunk < self.chunks - 1:
+            raise self._fail(
+                f"{named(func)} at {site()}, outside the layers, draws as many random numbers as "
+                "the values make it, and other stages of a pipeline, which have none, could not "
+                "draw as many. Do it inside a layer, which has random numbers of its own."
+            )
 
     def writes(self, func: Any, x: Ghost) -> None:
         if not self.inside and not x.light and x.home != self.chunk:
@@ -312,6 +324,13 @@ class _Rehearsal:
                 f"{named(func)} at {site()}, outside the layers and behind some of stage "
                 f"{self.chunk} of a pipeline, writes to a value of an earlier one, stage {x.home}. "
                 "Let it give a new tensor: x = x + y."
+            )
+        if len(self.crossed.get((self.chunk, x.memory), ())) > 1:
+            raise self._fail(
+                f"{named(func)} at {site()}, in stage {self.chunk} of a pipeline, writes to a "
+                f"value of shape {list(x.shape)}, of whose memory an earlier stage sends a second "
+                "one (a view of it, say), which would stay as it was. Let it give a new tensor, or "
+                "let layers return x.clone()."
             )
 
     def overwrote(self, x: Tensor, was: Tensor) -> None:
@@ -378,6 +397,7 @@ class _Rehearsal:
                 "to the layers as an argument, or compute it inside of them."
             )
         self.crossing[self.chunk].setdefault(label, (g.home, g.spec))
+        self.crossed.setdefault((self.chunk, g.memory), set()).add(label)
 
     def made(self, func: Any, out: Any) -> None:
         """Outside of layers, what may have to be sent has a name."""
@@ -438,6 +458,7 @@ class _Rehearsal:
             self.within = -1
         if self.chunks > 1 and _shown(xs, kw) != shown:
             raise self._changes(n)
+        _unmark(ins)  # what is in its arguments now is told below
         outs, rebuild = flattened(out)
         given = {id(alias): x for x in ins if (alias := own.get(id(x))) is not None}
         new = self._results(ins, [given.get(id(x), x) for x in outs])
@@ -461,6 +482,13 @@ class _Rehearsal:
 
     def _elsewhere(self, x: Tensor) -> None:
         """A tensor that a layer has written to: only its stage knows what is in it."""
+        if self.chunks > 1 and is_shared(x):  # nobody could tell whoever has the rest of it
+            raise self._fail(
+                f"layer {self.calls[-1].name}, in stage {self.chunk} of a pipeline, writes into an "
+                f"argument of shape {list(x.shape)} that shares memory with another tensor, as a "
+                "view does: other stages would not know what is in that. Give the layer one of its "
+                "own, x.clone(), or let it return what it makes."
+            )
         was = ghost_like(form_of(x), x.device, self.chunk, True)
         become(x, was)
         self.overwrote(x, was)
@@ -514,7 +542,10 @@ class _Rehearsal:
         with Counting() as counting:
             try:
                 out = call(*xs, **kw)
-                out = replaced(out, self._emptied)
+                memories = {
+                    _memory(x): was.memory for x, was in self.invented if type(was) is Ghost
+                }
+                out = replaced(out, lambda x: self._emptied(x, memories))
             finally:
                 self._forget()
         self.counted(counting.flops)
@@ -526,7 +557,13 @@ class _Rehearsal:
         calls = {n for x in given if (n := x.__dict__.get(MADE_UP)) is not None}
         for n in calls - {self.within}:
             self._use_kept(n, self.calls[n].chunk)
+        before = [_version(x) for x in given] if calls and self.inside else []
         out = func(*args, **kwargs)
+        for x, version in zip(given, before, strict=False):
+            if type(x) is not Ghost and _version(x) != version:
+                base = x if x._base is None else x._base
+                base.__dict__[MADE_UP] = self.within
+                self.marked.append(base)
         known = set(map(id, given))
         for x in flattened(out)[0] if calls and self.inside else ():
             if isinstance(x, Tensor) and type(x) is not Ghost and id(x) not in known:
@@ -538,31 +575,49 @@ class _Rehearsal:
             written = x._version > 0
             become(x, was)
             if written and type(x) is Ghost:
+                self.writes(self.calls[self.within].name, x)
                 x.memory.written(self.chunk, needs=True)
         self.invented.clear()
 
     def _invent(self, g: Ghost) -> None:
-        generator = torch.Generator(g.device).manual_seed(0)
-        if g.dtype.is_floating_point or g.dtype.is_complex:
-            wide = torch.rand(g.shape, generator=generator, device=g.device)
-            new = (wide * 0.1).to(g.dtype)
-        else:
-            new = torch.zeros(g.shape, dtype=g.dtype, device=g.device)
+        with temporarily_clear_interpreter_stack():  # under vmap nothing could be drawn
+            new = _made_up(g)
         marks = {k: x for k, x in g.__dict__.items() if k.startswith("_zfunc")}
         new.__dict__.update(marks)
         new.__dict__[MADE_UP] = self.within
         become(g, new)
         self.invented.append((g, new))
 
-    def _emptied(self, x: Tensor) -> Tensor:
+    def _emptied(self, x: Tensor, memories: dict[int, GhostMemory]) -> Tensor:
         """A ghost of what a layer has returned; of what it was given, that itself."""
         if type(x) is Ghost or any(x is y for y, _ in self.invented):
             return x
-        return ghost_like(form_of(x), x.device, self.chunk, True)
+        memory = memories.setdefault(_memory(x), GhostMemory())
+        return ghost_like(form_of(x), x.device, self.chunk, True, memory=memory)
+
+
+def _memory(x: Tensor) -> int:
+    """The same for tensors that share memory."""
+    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
+
+
+def _made_up(g: Ghost) -> Tensor:
+    """A tensor like that, with numbers."""
+    if not (g.dtype.is_floating_point or g.dtype.is_complex):
+        return torch.zeros(g.shape, dtype=g.dtype, device=g.device)
+    generator = torch.Generator(g.device).manual_seed(0)
+    wide = torch.rand(g.shape, generator=generator, device=g.device)
+    return (wide * 0.1).to(g.dtype)
 
 
 def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:
     raise AssertionError("a layer that has not returned")
+
+
+def _unmark(leaves: Sequence[Any]) -> None:
+    for x in leaves:
+        if isinstance(x, Tensor):
+            x.__dict__.pop(MADE_UP, None)
 
 
 def _alias(x: Ghost, n: int) -> Ghost:

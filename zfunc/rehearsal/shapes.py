@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zfunc.rehearsal.work import Counting
 
@@ -40,8 +41,12 @@ _shapes: dict[Any, Shape] = {}
 
 
 def shape_of(x: Tensor) -> Shape:
-    """That of a plain tensor."""
-    return shape_with(x.shape, x.stride(), x.dtype)
+    """That of a plain tensor; of a sparse one that has no strides, that of the dense one."""
+    try:
+        stride = x.stride()
+    except RuntimeError:
+        stride = torch.empty(x.shape, device=META).stride()
+    return shape_with(x.shape, stride, x.dtype)
 
 
 def shape_with(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Shape:
@@ -76,11 +81,15 @@ class Outcome:
     Attributes:
         writes: indices of the tensors among the arguments that it writes to.
         flops: how many operations it takes.
+        draws: whether it draws random numbers.
+        uneven: whether numbers decide how many.
     """
 
     result: Any
     writes: tuple[int, ...]
     flops: int
+    draws: bool
+    uneven: bool
 
     def results(self, make: Callable[[Given | Fresh], Tensor]) -> Any:
         """The result, of tensors that are made."""
@@ -177,12 +186,13 @@ def outcome(
         Exception: whatever ``func`` raises on ``meta``.
     """
     key = given.key
-    if key is None:
-        return _learnt(func, args, kwargs, shape)
-    known = _found.get(key)
+    known = None if key is None else _found.get(key)
     if known is not None:
         return known
-    found = _learnt(func, args, kwargs, shape)
+    with temporarily_clear_interpreter_stack():  # on no level of torch.func, which would wrap it
+        found = _learnt(func, args, kwargs, shape)
+    if key is None:
+        return found
     if len(_found) > MANY:
         _found.clear()
     _found[key] = found
@@ -227,7 +237,7 @@ def _learnt(
         return Fresh(shape_of(_in_order(func, x, metas)), held)
 
     writes = tuple(i for i, x in enumerate(metas) if x._version)
-    return Outcome(_mapped(out, seen), writes, counting.flops)
+    return Outcome(_mapped(out, seen), writes, counting.flops, counting.draws, counting.uneven)
 
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

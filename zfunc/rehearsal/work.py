@@ -1,4 +1,4 @@
-"""How many operations a function takes, from shapes alone.
+"""How many operations a function takes, and whether it draws random numbers, from shapes alone.
 
 A multiplication and an addition are two. Counted are products, convolutions and attention, as torch
 counts them itself
@@ -9,23 +9,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Counting"]
 
 
 class Counting(TorchDispatchMode):
-    """A block in which operations are counted, in ``flops``."""
+    """A block in which operations are counted.
+
+    Attributes:
+        flops: how many there were.
+        draws: whether one drew random numbers.
+        uneven: whether one drew as many as the numbers that it was given made it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         from torch.utils.flop_counter import flop_registry  # its import takes a while
 
-        self.formulas, self.flops = flop_registry, 0
+        self.formulas, self.flops, self.draws, self.uneven = flop_registry, 0, False, False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws, self.uneven = True, self.uneven or func._schema.name in UNEVEN
         out = func(*args, **(kwargs or {}))
         packet = func.overloadpacket
         if packet in self.formulas:
@@ -49,6 +58,9 @@ def _losses(x: Any, weight: Any, *rest: Any) -> int:
     return 2 * int(x.numel()) * int(weight.shape[0])
 
 
+# Those that reject what they have drawn, and draw again, or draw where a number is below zero.
+_UNEVEN = "poisson binomial _standard_gamma _sample_dirichlet rrelu_with_noise rrelu_with_noise_"
+UNEVEN = frozenset(f"aten::{name}" for name in _UNEVEN.split())
 OWN = {
     "aten::mv": _vector,
     "aten::dot": _vector,
