@@ -16,10 +16,12 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import zfunc.engine
+from zfunc.rehearsal.ghosts import Ghost
 
-__all__ = ["OwnCopies", "is_users"]
+__all__ = ["OwnCopies", "UsersTensors", "is_users"]
 
 CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
 MANY = 1000  # what is larger is copied, and not what is in it
@@ -124,3 +126,42 @@ def is_users(fn: Any) -> bool:
     called = fn if isinstance(fn, FunctionType) else type(fn).__call__
     code = getattr(called, "__code__", None)
     return code is not None and not code.co_filename.startswith(_LIBRARIES)
+
+
+class UsersTensors:
+    """Tensors of the user's that functions write to, which get back what was in them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before a function of tensors is called, what it may write to is copied."""
+        target = kwargs.get("out", args[0] if args and _writes(func) else None)
+        if not isinstance(target, Tensor) or type(target) is Ghost:
+            return
+        if target.layout != torch.strided or target.is_meta:
+            return
+        if torch._C._functorch.is_functorch_wrapped_tensor(target):
+            return
+        whole = target if target._base is None else target._base
+        if id(whole) not in self._kept:
+            self._kept[id(whole)] = whole, whole.detach().clone()
+
+    def restore(self) -> None:
+        """What was written to is as before."""
+        for x, was in self._kept.values():
+            if type(x) is not Ghost:  # numbers that were made up are gone
+                x.data.copy_(was)
+        self._kept.clear()
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function may write to its first argument: ``add_``, ``+=``, ``x[i] = ...``."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or name in _IN_PLACE
+    return name.endswith("_")
+
+
+_NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_IN_PLACE = frozenset(f"__i{name}__" for name in (*_NAMES, "lshift", "rshift"))

@@ -47,7 +47,7 @@ from zfunc.rehearsal.ghosts import (
     settle,
 )
 from zfunc.rehearsal.known import nothing_sent
-from zfunc.rehearsal.own_copies import OwnCopies
+from zfunc.rehearsal.own_copies import OwnCopies, UsersTensors
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
 from zfunc.rehearsal.results import flattened, is_array, replaced
 from zfunc.rehearsal.silence import silent
@@ -163,6 +163,7 @@ class _Silence(TorchFunctionMode):
             return nothing_sent(*args, **(kwargs or {}))
         if not isinstance(run, _Rehearsal):
             return func(*args, **(kwargs or {}))
+        run.own.keep(func, args, kwargs or {})
         if run.invents:
             out = run.traced(func, args, kwargs or {})
         else:
@@ -192,6 +193,7 @@ class _Rehearsal:
         self.invented: list[tuple[Tensor, Tensor]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.between = Between()
+        self.own = UsersTensors()
         self.marked: list[Tensor] = []
         self.crossed: dict[tuple[int, GhostMemory], set[Label]] = {}
         self.error: BaseException | None = None
@@ -234,6 +236,7 @@ class _Rehearsal:
             for x, was in reversed(self.overwritten):
                 become(x, was)
             _unmark(self.marked)
+            self.own.restore()
         self._check(copies)
         return Rehearsed(
             calls=tuple(self.calls),
