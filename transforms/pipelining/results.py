@@ -34,7 +34,6 @@ def broadcast(
         source: which stage has it.
         value: the tree, there; ignored elsewhere.
         like: the tree with a :class:`Spec` in the place of each tensor, the same on all stages.
-
         device: where it travels, if there is no tensor.
 
     Returns:

@@ -10,7 +10,8 @@ and then each layer computes, on numbers made up for it, what its results are li
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -220,7 +221,9 @@ class _Rehearsal:
         own = OwnCopies()
         tokens = context.push(_beside(running)), RUN.set(self), CALLED.set(own.of)
         try:
-            with torch.enable_grad(), scope(0), uncompiled(), silent(), _Silence():
+            # One rank that is a thread at a time: what they close over is the same.
+            own_numbers, watched = self._put_back(), _Silence()
+            with torch.enable_grad(), scope(0), own_numbers, uncompiled(), silent(), watched:
                 out = own.of(fn)(tree, *given[0], **given[1])
                 if self.error is not None:
                     raise self.error
@@ -233,10 +236,6 @@ class _Rehearsal:
             CALLED.reset(tokens[2])
             RUN.reset(tokens[1])
             context.pop(tokens[0])
-            for x, was in reversed(self.overwritten):
-                become(x, was)
-            _unmark(self.marked)
-            self.own.restore()
         self._check(copies)
         return Rehearsed(
             calls=tuple(self.calls),
@@ -250,6 +249,17 @@ class _Rehearsal:
             device=self.device,
             compute=running.compute,
         )
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """A block behind which tensors of the user's are what they were."""
+        try:
+            yield
+        finally:
+            for x, was in reversed(self.overwritten):
+                become(x, was)
+            _unmark(self.marked)
+            self.own.restore()
 
     def _located(self, error: Exception) -> Exception:
         """An error of a layer says which one it is; all ranks have the same."""
