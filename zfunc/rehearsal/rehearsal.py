@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import optree
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import TorchFunctionMode
 
 from zfunc.engine import context
@@ -48,9 +47,10 @@ from zfunc.rehearsal.ghosts import (
     settle,
 )
 from zfunc.rehearsal.known import nothing_sent
+from zfunc.rehearsal.made_up import MadeUp, calls_in, unmark, version_of
 from zfunc.rehearsal.own_copies import OwnCopies, UsersTensors
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
-from zfunc.rehearsal.results import flattened, is_array, replaced
+from zfunc.rehearsal.results import flattened, is_array
 from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.work import Counting
@@ -92,10 +92,6 @@ def rehearse(
         return _Rehearsal(layout, chunks, at, False, about).run(fn, *rest)
     except _Looked:
         return _Rehearsal(layout, chunks, at, True, about).run(fn, *rest)
-
-
-MADE_UP = "_zfunc_made_up"
-"""The name under which a tensor has the call of a layer in which its numbers were made up."""
 
 
 class _Looked(BaseException):
@@ -165,10 +161,7 @@ class _Silence(TorchFunctionMode):
         if not isinstance(run, _Rehearsal):
             return func(*args, **(kwargs or {}))
         run.own.keep(func, args, kwargs or {})
-        if run.invents:
-            out = run.traced(func, args, kwargs or {})
-        else:
-            out = func(*args, **(kwargs or {}))
+        out = run.traced(func, args, kwargs or {})
         run.made(func, out)
         return out
 
@@ -184,18 +177,17 @@ class _Rehearsal:
         invents: bool,
         about: str,
     ) -> None:
-        self.layout, self.chunk_of, self.device, self.invents = layout, chunk_of, device, invents
+        self.layout, self.chunk_of, self.device = layout, chunk_of, device
+        self.made_up = MadeUp() if invents else None
         self.chunk, self.within, self.failed, self.about = 0, -1, -1, about
         self.calls: list[Called] = []
         self.crossing: list[dict[Label, tuple[int, Spec]]] = [{} for _ in range(self.chunks)]
         self.uses: list[set[int]] = [set() for _ in range(self.chunks)]
         self.flops, self.flops_outside = [0], [0] * self.chunks
         self.flops_between = [0]
-        self.invented: list[tuple[Tensor, Tensor]] = []
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.between = Between()
         self.own = UsersTensors()
-        self.marked: list[Tensor] = []
         self.crossed: dict[tuple[int, GhostMemory], set[Label]] = {}
         self.error: BaseException | None = None
         self.layer_of = {
@@ -258,7 +250,8 @@ class _Rehearsal:
         finally:
             for x, was in reversed(self.overwritten):
                 become(x, was)
-            _unmark(self.marked)
+            if self.made_up is not None:
+                self.made_up.forget_marks()
             self.own.restore()
 
     def _located(self, error: Exception) -> Exception:
@@ -304,11 +297,11 @@ class _Rehearsal:
     # --- what operations tell ---
 
     def used(self, func: Any, ghosts: Sequence[Ghost], light: bool, below: bool) -> bool:
-        if self.invents and self.inside and not below:
+        if self.made_up is not None and self.inside and not below:
             for g in ghosts:
                 if type(g) is Ghost:  # not one that stands twice among the arguments
                     self._use(g, func)
-                    self._invent(g)
+                    self.made_up.fill(g, self.within)
             return True
         if not light:
             for g in ghosts:
@@ -350,7 +343,7 @@ class _Rehearsal:
         self.overwritten.append((x, was))
 
     def refused(self, message: str) -> BaseException:
-        if self.inside and not self.invents:
+        if self.inside and self.made_up is None:
             return _Looked()
         self.error = self.error or CompositionError(message)
         return self.error
@@ -457,13 +450,13 @@ class _Rehearsal:
         own = {id(x): _alias(x, n) for x in ins if type(x) is Ghost}
         if own:
             xs, kw = remake([own.get(id(x), x) for x in ins])
-        before, shown = [_version(x) for x in ins], _shown(xs, kw)
+        before, shown = [version_of(x) for x in ins], _shown(xs, kw)
         running = context.current()
         assert running is not None
         counted = running.layer_calls
         self.within = n
         try:
-            out = self._invented(call, xs, kw) if self.invents else call(*xs, **kw)
+            out = call(*xs, **kw) if self.made_up is None else self._on_numbers(call, xs, kw)
         except Exception:
             self.failed = n
             raise
@@ -471,14 +464,14 @@ class _Rehearsal:
             self.within = -1
         if self.chunks > 1 and _shown(xs, kw) != shown:
             raise self._changes(n)
-        _unmark(ins)  # what is in its arguments now is told below
+        unmark(ins)  # what is in its arguments now is told below
         outs, rebuild = flattened(out)
         given = {id(alias): x for x in ins if (alias := own.get(id(x))) is not None}
         new = self._results(ins, [given.get(id(x), x) for x in outs])
         for alias in own.values():
             alias.maker, alias.label, alias.leaves, alias.recipe = self.chunk, None, None, None
         self._label(n, "out", new)
-        writes = tuple(p for p, x in enumerate(ins) if _version(x) != before[p])
+        writes = tuple(p for p, x in enumerate(ins) if version_of(x) != before[p])
         for p in writes:
             if type(ins[p]) is not Ghost:
                 self._elsewhere(ins[p])
@@ -492,6 +485,32 @@ class _Rehearsal:
             writes=writes,
         )
         return rebuild(new)
+
+    def _on_numbers(self, call: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        """What a layer that looks at numbers returns, as ghosts."""
+        assert self.made_up is not None
+        with Counting() as counting:
+            try:
+                out = self.made_up.emptied(call(*xs, **kw), self.chunk)
+            finally:
+                for x in self.made_up.forget():
+                    self.writes(self.calls[self.within].name, x)
+                    x.memory.written(self.chunk, needs=True)
+        self.counted(counting.flops)
+        return out
+
+    def traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What a function of tensors gives. What is made of numbers that a layer was given is no
+        one else's, either."""
+        if self.made_up is None:
+            return func(*args, **kwargs)
+        given = [x for x in flattened((args, kwargs))[0] if isinstance(x, Tensor)]
+        calls = calls_in(given)
+        for n in calls - {self.within}:
+            self._use_kept(n, self.calls[n].chunk)
+        if not (calls and self.inside):
+            return func(*args, **kwargs)
+        return self.made_up.traced(func, args, kwargs, given, self.within)
 
     def _elsewhere(self, x: Tensor) -> None:
         """A tensor that a layer has written to: only its stage knows what is in it."""
@@ -549,88 +568,9 @@ class _Rehearsal:
             return x
         return ghost_like(x.form, x.device, x.maker, x.tracked, memory=x.memory)
 
-    # --- numbers that are made up ---
-
-    def _invented(self, call: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-        with Counting() as counting:
-            try:
-                out = call(*xs, **kw)
-                memories = {
-                    _memory(x): was.memory for x, was in self.invented if type(was) is Ghost
-                }
-                out = replaced(out, lambda x: self._emptied(x, memories))
-            finally:
-                self._forget()
-        self.counted(counting.flops)
-        return out
-
-    def traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A function of tensors: what is made of numbers that were made up is, too."""
-        given = [x for x in flattened((args, kwargs))[0] if isinstance(x, Tensor)]
-        calls = {n for x in given if (n := x.__dict__.get(MADE_UP)) is not None}
-        for n in calls - {self.within}:
-            self._use_kept(n, self.calls[n].chunk)
-        before = [_version(x) for x in given] if calls and self.inside else []
-        out = func(*args, **kwargs)
-        for x, version in zip(given, before, strict=False):
-            if type(x) is not Ghost and _version(x) != version:
-                base = x if x._base is None else x._base
-                base.__dict__[MADE_UP] = self.within
-                self.marked.append(base)
-        known = set(map(id, given))
-        for x in flattened(out)[0] if calls and self.inside else ():
-            if isinstance(x, Tensor) and type(x) is not Ghost and id(x) not in known:
-                x.__dict__[MADE_UP] = self.within
-        return out
-
-    def _forget(self) -> None:
-        for x, was in reversed(self.invented):
-            written = x._version > 0
-            become(x, was)
-            if written and type(x) is Ghost:
-                self.writes(self.calls[self.within].name, x)
-                x.memory.written(self.chunk, needs=True)
-        self.invented.clear()
-
-    def _invent(self, g: Ghost) -> None:
-        with temporarily_clear_interpreter_stack():  # under vmap nothing could be drawn
-            new = _made_up(g)
-        marks = {k: x for k, x in g.__dict__.items() if k.startswith("_zfunc")}
-        new.__dict__.update(marks)
-        new.__dict__[MADE_UP] = self.within
-        become(g, new)
-        self.invented.append((g, new))
-
-    def _emptied(self, x: Tensor, memories: dict[int, GhostMemory]) -> Tensor:
-        """A ghost of what a layer has returned; of what it was given, that itself."""
-        if type(x) is Ghost or any(x is y for y, _ in self.invented):
-            return x
-        memory = memories.setdefault(_memory(x), GhostMemory())
-        return ghost_like(form_of(x), x.device, self.chunk, True, memory=memory)
-
-
-def _memory(x: Tensor) -> int:
-    """The same for tensors that share memory."""
-    return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
-
-
-def _made_up(g: Ghost) -> Tensor:
-    """A tensor like that, with numbers."""
-    if not (g.dtype.is_floating_point or g.dtype.is_complex):
-        return torch.zeros(g.shape, dtype=g.dtype, device=g.device)
-    generator = torch.Generator(g.device).manual_seed(0)
-    wide = torch.rand(g.shape, generator=generator, device=g.device)
-    return (wide * 0.1).to(g.dtype)
-
 
 def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:
     raise AssertionError("a layer that has not returned")
-
-
-def _unmark(leaves: Sequence[Any]) -> None:
-    for x in leaves:
-        if isinstance(x, Tensor):
-            x.__dict__.pop(MADE_UP, None)
 
 
 def _alias(x: Ghost, n: int) -> Ghost:
@@ -648,12 +588,6 @@ def _shown(xs: tuple[Any, ...], kw: dict[str, Any]) -> tuple[Any, list[int]]:
     given: Any = (xs, kw)
     spec = optree.tree_structure(given, none_is_leaf=True, namespace=OPAQUE)
     return spec, [id(x) for x in flattened(given)[0]]
-
-
-def _version(x: Any) -> Any:
-    if type(x) is Ghost:
-        return "elsewhere", x.memory.version  # a tensor that a ghost is added to becomes one, too
-    return x._version if isinstance(x, Tensor) and not x.is_inference() else None
 
 
 def _kept(x: Any, ins: Sequence[Any]) -> Any:
