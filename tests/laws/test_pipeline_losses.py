@@ -137,6 +137,19 @@ def detached(p: Any, batch: Any) -> Tensor:
     return end(x, batch) + 0.1 * (x.detach() * x).sum()
 
 
+def without_gradients(p: Any, batch: Any) -> Tensor:
+    """Each stage meets a value first, and its head, in a block that does not record it."""
+    blocks = [torch.no_grad, torch.inference_mode]
+    x = layer(p["first"], batch["x"])
+    for i, each in enumerate([*p["blocks"], *p["more"]]):
+        with blocks[i % 2]():
+            zf.layer(layer, each, x)
+        with torch.no_grad():
+            more = zf.layer(layer, each, x).square()
+        x = zf.layer(layer, each, x + more) * p["s"]
+    return end(x, batch)
+
+
 def numbers_of_the_batch(p: Any, batch: Any) -> Tensor:
     many = float(batch["x"].abs().mean())
 
@@ -169,6 +182,7 @@ RIGHT: list[Loss] = [base, layers_twice, outputs_twice, closing_over_an_early_va
 RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, structures]
 RIGHT += [written_in_place, a_layer_that_does_not_run, sums_of_early_values]
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
+RIGHT += [without_gradients]
 
 
 @pytest.mark.parametrize(

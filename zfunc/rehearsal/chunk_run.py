@@ -8,7 +8,7 @@ values that others need have been met; then the run ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -122,6 +122,12 @@ def _as_sent(x: Tensor, spec: Spec) -> Tensor:
         return x
     like = torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device)
     return like.copy_(x) if like.untyped_storage().nbytes() == spec.nbytes else x
+
+
+def _recording() -> AbstractContextManager[None]:
+    """A block for what comes and goes, which may be met first in ``no_grad``: it has a gradient for
+    whoever uses it elsewhere."""
+    return torch.inference_mode(False)
 
 
 def _hooks_of(x: Tensor) -> set[int]:
@@ -239,7 +245,8 @@ class ChunkRun:
     def _give(self) -> None:
         if lacking := self.route.gives - self.outs.keys():
             raise self._differs(f"{self._at(min(lacking))} was not given what it was then")
-        self.send(self.outs)
+        with _recording():
+            self.send(self.outs)
 
     def _expected(self) -> str:
         if self.next < len(self.plan.calls):
@@ -506,22 +513,24 @@ class ChunkRun:
         if not isinstance(x, Tensor):
             raise self._differs(f"{self._at(label)} was not given what it was then")
         self._fits(label, spec, x)
-        came = self.receive(label, spec).detach()
-        if on_host(x) and not _is_near(x.detach(), came):
+        with _recording():
+            self.inputs[label] = came = self.receive(label, spec).detach()
+            came.requires_grad_(spec.needs_grad)
+        if on_host(x) and not _is_near(x.detach(), came.detach()):
             raise self._differs(f"{self._at(label)} was given other numbers")
-        self.inputs[label] = came.requires_grad_(spec.needs_grad)
 
     def _activate(self) -> None:
         """Leaves outside layers come."""
         self.active = True
         uses = self.plan.roots(self.chunk)
-        for i, leaf in self.enter_roots(uses).items() if uses else ():
-            if i not in uses:
-                continue
-            if self.next == 0:
-                self.roots[i] = leaf
-            else:
-                self._replace(self.roots[i], leaf)
+        with _recording():
+            for i, leaf in self.enter_roots(uses).items() if uses else ():
+                if i not in uses:
+                    continue
+                if self.next == 0:
+                    self.roots[i] = leaf
+                else:
+                    self._replace(self.roots[i], leaf)
         self.entered = uses
 
     def _replace(self, ghost: Ghost, leaf: Tensor) -> None:
@@ -533,10 +542,12 @@ class ChunkRun:
         """What has been sent comes as soon as its ghost is met: code before the first layer of
         this chunk may want to keep it, for a region that backward runs again."""
         _, spec = self.wanted.pop(label)
-        x = _as_sent(self.receive(label, spec).detach(), spec)
-        if spec.needs_grad:
-            x.requires_grad_()
-            self.taken.append((ghost, set()))
-        self.inputs[label] = x
-        # In the same memory, and no view for autograd: it may be written to, which a leaf may not.
-        become(ghost, torch.ops.aten._unsafe_view(x, x.shape) if spec.needs_grad else x.detach())
+        with _recording():
+            x = _as_sent(self.receive(label, spec).detach(), spec)
+            if spec.needs_grad:
+                x.requires_grad_()
+                self.taken.append((ghost, set()))
+            self.inputs[label] = x
+            # The same memory, and no view for autograd: it may be written to, which a leaf may not.
+            came = torch.ops.aten._unsafe_view(x, x.shape) if spec.needs_grad else x.detach()
+            become(ghost, came)
