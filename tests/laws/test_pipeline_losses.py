@@ -6,9 +6,10 @@ Nothing in between: each of these ran somewhere else in a pipeline than it looks
 from __future__ import annotations
 
 import enum
+import math
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,16 @@ def without_gradients(p: Any, batch: Any) -> Tensor:
     return end(x, batch)
 
 
+def noise_like_a_view(p: Any, batch: Any) -> Tensor:
+    """How much torch draws for few numbers depends on how they lie in memory."""
+    x = batch["x"]
+    for each in (*p["blocks"], *p["more"]):
+        x = zf.layer(layer, each, x)
+        heads = x.view(len(x), 2, 3).transpose(1, 2)
+        x = x + 0.1 * torch.randn_like(heads).transpose(1, 2).reshape(x.shape)
+    return end(F.dropout(x, 0.5), batch)
+
+
 def numbers_of_the_batch(p: Any, batch: Any) -> Tensor:
     many = float(batch["x"].abs().mean())
 
@@ -182,7 +193,7 @@ RIGHT: list[Loss] = [base, layers_twice, outputs_twice, closing_over_an_early_va
 RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, structures]
 RIGHT += [written_in_place, a_layer_that_does_not_run, sums_of_early_values]
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
-RIGHT += [without_gradients]
+RIGHT += [without_gradients, noise_like_a_view]
 
 
 @pytest.mark.parametrize(
@@ -377,6 +388,11 @@ def a_number_of_the_batch_from_a_layer(p: Any, batch: Any) -> Tensor:
     return end(x, batch) * total
 
 
+class Seen:
+    def __init__(self, many: int) -> None:
+        self.many = many
+
+
 class Side(enum.Enum):
     LEFT, RIGHT = 0, 1
 
@@ -447,6 +463,14 @@ WRONG: list[tuple[Loss, str]] = [
     (a_value_of_a_layer(lambda x: (x > 0).numpy().sum(), int), "is to be a tensor"),
     (a_value_of_a_layer(lambda x: x.numpy().copy(), np.mean), "is to be a tensor"),
     (a_value_of_a_layer(lambda x: Side(int(x.max() > 1)), lambda e: e.value), "is to be a tensor"),
+    (a_value_of_a_layer(lambda x: None if (x > 2).any() else 1.0, bool), "is to be a tensor"),
+    (
+        a_value_of_a_layer(lambda x: slice(int((x > 0).sum())), lambda s: s.stop),
+        "is to be a tensor",
+    ),
+    (a_value_of_a_layer(lambda x: math.nan if (x > 2).any() else 0, float), "is to be a tensor"),
+    (a_value_of_a_layer(lambda x: Seen(int((x > 0).sum())), lambda s: s.many), "is to be a tensor"),
+    (a_value_of_a_layer(lambda x: {int((x > 0).sum()): 1}, min), "in other containers"),
     (writing_to_the_batch, r"x\.clone\(\)"),
     (filling(list.append, list), FILLED),
     (filling(adds_to_the_first, lambda: [torch.zeros((), dtype=F64)]), FILLED),
@@ -462,6 +486,32 @@ def test_losses_that_are_refused(loss: Loss, text: str) -> None:
         zf.simulate(2, timeout=20)(
             lambda: model.trained(lambda f: zf.pipeline(f, 3, pipe=2), steps=1)
         )()
+
+
+def test_statistics_that_a_loss_keeps_between_layers() -> None:
+    """Each stage has those of its own layers; those of others are as they were, and tensors."""
+    model = Model(params(), base, rows)
+
+    def run(wrap: Callable[..., Any]) -> list[Tensor]:
+        kept = [torch.zeros(6, dtype=F64) for _ in range(6)]
+
+        def loss(p: Any, batch: Any) -> Tensor:
+            x = batch["x"]
+            for i, each in enumerate([*p["blocks"], *p["more"]]):
+                x = zf.layer(layer, each, x)
+                kept[i].mul_(0.9).add_(x.detach().mean(0))
+            return end(x, batch)
+
+        replace(model, loss=loss).trained(wrap, steps=2)
+        return kept
+
+    wanted = run(lambda f: zf.accumulate(f, 3))
+    found = zf.simulate(2)(lambda: run(lambda f: zf.pipeline(f, 3, pipe=2)))()
+    for i, (x, one, two) in enumerate(zip(wanted, *found, strict=True)):
+        assert type(one) is type(two) is Tensor
+        mine, other = (one, two) if i < 3 else (two, one)
+        assert torch.equal(mine, x)
+        assert torch.equal(other, x) if i == 2 else not other.any()  # what is sent both have
 
 
 # Steps

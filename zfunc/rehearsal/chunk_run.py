@@ -35,7 +35,7 @@ from zfunc.rehearsal.ghosts import (
     settle,
 )
 from zfunc.rehearsal.plans import MADE, Called, Label, Rehearsed, Same, Spec
-from zfunc.rehearsal.results import flattened, is_array, replaced
+from zfunc.rehearsal.results import flattened, is_array, replaced, structure
 from zfunc.rehearsal.shapes import shape_with
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.values import is_same, is_value
@@ -54,15 +54,13 @@ def _stands(then: Any, x: Any) -> bool:
     """Whether what a layer returned in the rehearsal stands for what it returns."""
     if isinstance(x, Tensor):
         return isinstance(then, Spec | Same)
-    if isinstance(then, Spec):
-        return False
-    if not is_value(x) or type(then) is Same:
-        return True
-    return is_same(x, then) if is_array(x) or is_array(then) else bool(x == then or x != x)
+    return type(then) is Same or (not isinstance(then, Spec) and is_same(x, then))
 
 
 def _told(x: Any) -> str:
-    return repr(x) if is_value(x) and not is_array(x) else f"a {type(x).__name__}"
+    if isinstance(x, Spec | Same | Tensor):
+        return "a tensor"
+    return repr(x) if is_value(x) and not is_array(x) else f"another {type(x).__name__}"
 
 
 def _become_own(ghost: Ghost, new: Tensor) -> None:
@@ -135,8 +133,9 @@ def _hooks_of(x: Tensor) -> set[int]:
 
 
 def _ones(x: Tensor) -> Tensor:
-    """A tensor of that shape, of which a random function makes something."""
-    return torch.ones(x.shape, dtype=x.dtype, device=x.device)
+    """A tensor like that, of which a random function makes something. How much it draws may depend
+    on the strides."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1)
 
 
 class ChunkRun:
@@ -181,6 +180,7 @@ class ChunkRun:
         self.last = chunk == plan.chunks - 1
         self.next, self.failed = 0, -1
         self.skipped: dict[int, Any] = {}  # what stands for results of layers that do not run here
+        self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.between = Between()
         self.back: list[int] = []  # to which call backward has come; it holds no tensors
         self.error: BaseException | None = None
@@ -232,6 +232,9 @@ class ChunkRun:
             CALLED.reset(tokens[1])
             RUN.reset(tokens[0])
             self.roots = {}
+            for x, was in reversed(self.overwritten):
+                become(x, was)
+            self.overwritten.clear()
         if self.error is not None:
             raise self.error
         self._forget_hooks()
@@ -306,7 +309,8 @@ class ChunkRun:
         """What may be written to was found in the rehearsal."""
 
     def overwrote(self, x: Tensor, was: Tensor) -> None:
-        """The loss runs on what is its own."""
+        """A tensor of the user's, say: what is in it only the stage knows that writes to it."""
+        self.overwritten.append((x, was))
 
     def refused(self, message: str) -> BaseException:
         return self._fail(message)
@@ -382,7 +386,7 @@ class ChunkRun:
         outs, _ = flattened(out)
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             _check_numbers(outs)
-        self._compare_results(n, ins, outs)
+        self._compare_results(n, ins, out, outs)
         self.failed = -1
         self._watch(n, outs)
         self._meet(n, "out", outs)
@@ -394,13 +398,15 @@ class ChunkRun:
                 edge = get_gradient_edge(x)
                 self.begins[edge.node, edge.output_nr] = edge, x
 
-    def _compare_results(self, n: int, ins: Sequence[Any], outs: Sequence[Any]) -> None:
+    def _compare_results(self, n: int, ins: Sequence[Any], out: Any, outs: Sequence[Any]) -> None:
         """What other stages take a layer to return, since they have not run it."""
         plan = self.plan.calls[n]
         if len(outs) != len(plan.results):
             raise self._differs(
                 f"layer {plan.name} returned {len(outs)} values, and not {len(plan.results)}"
             )
+        if structure(out) != plan.structure:
+            raise self._differs(f"layer {plan.name} returned them in other containers")
         for x, then in zip(outs, plan.results, strict=True):
             if not _stands(then, x):
                 raise self._differs(

@@ -57,7 +57,8 @@ class Called:
         inside: how many calls of ``zf.layer`` there are within it.
         arguments: how many leaves its arguments have.
         results: a leaf each: a ``Spec``, a ``Same``, or what is no tensor.
-        rebuild: makes the structure of them.
+        structure: in which they are.
+        rebuild: puts them together.
         writes: positions of arguments that it writes to in place.
     """
 
@@ -68,6 +69,7 @@ class Called:
     inside: int
     arguments: int
     results: tuple[Any, ...]
+    structure: Any
     rebuild: Rebuild
     writes: tuple[int, ...]
 

@@ -50,7 +50,7 @@ from zfunc.rehearsal.known import nothing_sent
 from zfunc.rehearsal.made_up import MadeUp, calls_in, unmark, version_of
 from zfunc.rehearsal.own_copies import OwnCopies, UsersTensors
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
-from zfunc.rehearsal.results import flattened, is_array
+from zfunc.rehearsal.results import flattened, is_array, structure
 from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.work import Counting
@@ -481,6 +481,7 @@ class _Rehearsal:
             inside=running.layer_calls - counted,
             arguments=len(ins),
             results=tuple(_kept(x, ins) for x in new),
+            structure=structure(out),
             rebuild=rebuild,
             writes=writes,
         )
@@ -535,7 +536,7 @@ class _Rehearsal:
                 "order in which they run. Or cut elsewhere: one that runs twice has one stage."
             )
         self.chunk, self.failed = chunk, -1
-        self.calls.append(Called(name, index, chunk, info.index, 0, 0, (), _no_rebuild, ()))
+        self.calls.append(Called(name, index, chunk, info.index, 0, 0, (), None, _no_rebuild, ()))
         self.flops.append(0)
         self.flops_between.append(0)
 

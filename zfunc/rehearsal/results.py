@@ -19,7 +19,7 @@ from torch import Tensor
 from zfunc.engine.batches import mapped
 from zfunc.trees.nodes import OPAQUE
 
-__all__ = ["Rebuild", "fields_of", "flattened", "is_array", "own", "replaced"]
+__all__ = ["Rebuild", "fields_of", "flattened", "is_array", "own", "replaced", "structure"]
 
 Rebuild = Callable[[Sequence[Any]], Any]
 """A function from leaves to the structure that they were in."""
@@ -64,6 +64,15 @@ def replaced(tree: Any, new: Callable[[Tensor], Any]) -> Any:
     """The tree with each of its tensors replaced."""
     leaves, rebuild = flattened(tree)
     return rebuild([new(x) if isinstance(x, Tensor) else x for x in leaves])
+
+
+def structure(tree: Any) -> Any:
+    """What is equal for trees that ``flattened`` puts together alike."""
+    if isinstance(tree, Tensor):
+        return None
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
+    records = [(type(x), dict(_items(x))) for x in leaves if _is_record(x, ())]
+    return spec, *((kind, *own, structure([*own.values()])) for kind, own in records)
 
 
 def fields_of(x: Any) -> list[tuple[Any, Any]] | None:

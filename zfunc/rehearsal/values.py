@@ -27,9 +27,19 @@ def is_number(x: Any) -> bool:
 
 
 def is_same(x: Any, then: Any) -> bool:
-    """Whether two values are one, and of one type."""
+    """Whether two values are one, and of one type. Of objects that cannot be compared it is the
+    code, and the numbers and texts that they have as attributes."""
     if type(x) is not type(then):
         return False
+    if is_number(x):  # NaN is NaN, and -0. is not 0.
+        return repr(x) == repr(then)
     if is_array(x):
         return x.dtype == then.dtype and x.shape == then.shape and x.tobytes() == then.tobytes()
-    return bool(x == then)
+    if x == then or not hasattr(x, "__dict__") or getattr(type(x), "__eq__", None) != _UNEQUAL:
+        return bool(x == then)
+    was, own = vars(then), vars(x)
+    same = all(is_same(y, was.get(name)) for name, y in own.items() if is_value(y))
+    return same and getattr(x, "__code__", None) == getattr(then, "__code__", None)
+
+
+_UNEQUAL = object.__eq__  # of what is equal to itself alone
