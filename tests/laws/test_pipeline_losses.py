@@ -151,6 +151,35 @@ def without_gradients(p: Any, batch: Any) -> Tensor:
     return end(x, batch)
 
 
+class GradientOfNormOne(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / grad.norm()
+
+
+def gradients_that_are_not_linear(p: Any, batch: Any) -> Tensor:
+    """``norm(x)`` beside ``x``: of what two stages make, one has the gradient."""
+    x = layer(p["first"], batch["x"])
+    for each in (*p["blocks"], *p["more"]):
+        y = GradientOfNormOne.apply(F.layer_norm(x, (6,)) * p["s"])
+        y.register_hook(lambda g: g.sign() + g)
+        x = x + 0.1 * zf.layer(layer, each, y)
+    return end(x, batch)
+
+
+def compiled_between_layers(p: Any, batch: Any) -> Tensor:
+    twice = torch.compile(lambda x: (x * 2 + 1) * 0.4, backend="eager")
+    x, kept = batch["x"], []
+    for each in (*p["blocks"], *p["more"]):
+        x = zf.layer(layer, each, x)
+        kept.append(twice(x) * 0.5)
+    return end(x, batch) + sum(y.square().mean() for y in kept)
+
+
 def noise_like_a_view(p: Any, batch: Any) -> Tensor:
     """How much torch draws for few numbers depends on how they lie in memory."""
     x = batch["x"]
@@ -193,7 +222,8 @@ RIGHT: list[Loss] = [base, layers_twice, outputs_twice, closing_over_an_early_va
 RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, structures]
 RIGHT += [written_in_place, a_layer_that_does_not_run, sums_of_early_values]
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
-RIGHT += [without_gradients, noise_like_a_view]
+RIGHT += [without_gradients, noise_like_a_view, gradients_that_are_not_linear]
+RIGHT += [compiled_between_layers]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from zfunc.rehearsal.eager import in_compiled
 from zfunc.rehearsal.ghosts import METADATA, in_function, named
 from zfunc.rehearsal.plans import MADE, Label
 from zfunc.rehearsal.results import flattened
@@ -22,21 +24,23 @@ class Between:
     """
 
     def __init__(self) -> None:
-        self.call, self.count = -1, 0
+        self.call, self.counts = -1, Counter[str]()
 
     def behind(self, call: int) -> None:
         """A layer has returned."""
-        self.call, self.count = call, 0
+        self.call = call
+        self.counts.clear()
 
     def labels(self, func: Any, out: Any) -> list[tuple[Label, Tensor]]:
         """The tensors among what ``func`` has given. Within a Function of the user's, or
-        torch.func, they are not what is known outside."""
+        torch.func, they are not what is known outside; in a compiled function nobody sees them."""
         within = in_function() or torch._C._functorch.maybe_current_level() is not None
-        if func in METADATA or within:
+        if func in METADATA or within or in_compiled():
             return []
         found = [x for x in flattened(out)[0] if isinstance(x, Tensor)]
-        first, self.count = self.count, self.count + len(found)
-        side = f"{MADE}{named(func)}"  # stages that do not do the same are not to send anything
+        side = f"{MADE}{named(func)}"
+        first = self.counts[side]
+        self.counts[side] += len(found)
         return [((self.call, side, first + i), x) for i, x in enumerate(found)]
 
 

@@ -23,6 +23,7 @@ from zfunc.engine.primitives import CALLED
 from zfunc.errors import CompositionError, NonFiniteError
 from zfunc.rehearsal import known
 from zfunc.rehearsal.between import Between, BetweenLayers
+from zfunc.rehearsal.eager import uncompiled
 from zfunc.rehearsal.ghosts import (
     RUN,
     Ghost,
@@ -222,9 +223,10 @@ class ChunkRun:
         if self.chunk == 0:
             self._activate()
         tokens = RUN.set(self), CALLED.set(False)
-        watched = BetweenLayers(self) if self.route.between else nullcontext()
+        between = self.route.between
+        watched = BetweenLayers(self) if between else nullcontext()
         try:
-            with watched:
+            with uncompiled() if between else nullcontext(), watched:
                 out = fn(tree_of(self.roots), *args, **dict(kwargs or {}))
         except Done:
             out = None
@@ -482,10 +484,9 @@ class ChunkRun:
 
     def _goes(self, label: Label, x: Any) -> None:
         if label in self.wanted:
-            if type(x) is Ghost:
-                self._take(label, x)
-            else:
-                self._made_of_others(label, x)
+            if type(x) is not Ghost:
+                self._check_made(label, x)
+            self._take(label, x)
         if label in self.route.gives and label not in self.outs:
             self.outs[label] = self._sendable(label, x)
 
@@ -512,18 +513,12 @@ class ChunkRun:
         if x.requires_grad and not spec.needs_grad:
             raise self._differs(f"a value at {self._at(label)} has a gradient")
 
-    def _made_of_others(self, label: Label, x: Any) -> None:
+    def _check_made(self, label: Label, x: Any) -> None:
         """A value that comes, and was made here already of another that has come (``norm(x)``
-        beside ``x``). It stays: its gradient goes the way of that one, and none goes back."""
-        _, spec = self.wanted.pop(label)
+        beside ``x``)."""
         if not isinstance(x, Tensor):
             raise self._differs(f"{self._at(label)} was not given what it was then")
-        self._fits(label, spec, x)
-        with _recording():
-            self.inputs[label] = came = self.receive(label, spec).detach()
-            came.requires_grad_(spec.needs_grad)
-        if on_host(x) and not _is_near(x.detach(), came.detach()):
-            raise self._differs(f"{self._at(label)} was given other numbers")
+        self._fits(label, self.wanted[label][1], x)
 
     def _activate(self) -> None:
         """Leaves outside layers come."""
@@ -544,16 +539,21 @@ class ChunkRun:
         new.__dict__.update({k: x for k, x in leaf.__dict__.items() if k.startswith("_zfunc")})
         _become_own(ghost, new)
 
-    def _take(self, label: Label, ghost: Ghost) -> None:
-        """What has been sent comes as soon as its ghost is met: code before the first layer of
-        this chunk may want to keep it, for a region that backward runs again."""
+    def _take(self, label: Label, x: Tensor) -> None:
+        """What has been sent comes as soon as it is met: code before the first layer of this chunk
+        may want to keep it, for a region that backward runs again. Hooks of what was made here, and
+        its gradient, are those of the stage that has sent it."""
         _, spec = self.wanted.pop(label)
         with _recording():
-            x = _as_sent(self.receive(label, spec).detach(), spec)
+            came = _as_sent(self.receive(label, spec).detach(), spec)
+            if type(x) is not Ghost and on_host(x) and not _is_near(x.detach(), came):
+                raise self._differs(f"{self._at(label)} was given other numbers")
             if spec.needs_grad:
-                x.requires_grad_()
-                self.taken.append((ghost, set()))
-            self.inputs[label] = x
-            # The same memory, and no view for autograd: it may be written to, which a leaf may not.
-            came = torch.ops.aten._unsafe_view(x, x.shape) if spec.needs_grad else x.detach()
-            become(ghost, came)
+                came.requires_grad_()
+                self.taken.append((x, set()))
+            self.inputs[label] = came
+            # The same memory, and no view for autograd: it may be written to, a leaf may not.
+            new = (
+                torch.ops.aten._unsafe_view(came, came.shape) if spec.needs_grad else came.detach()
+            )
+            become(x, new)

@@ -1,15 +1,17 @@
-"""Compiled functions run as they are written, where each of their operations is to be seen."""
+"""Compiled functions: they run as they are written where each of their operations is to be seen."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["uncompiled"]
+__all__ = ["in_compiled", "uncompiled"]
 
+_HERE = os.path.dirname(__file__)
 _lock = threading.Lock()
 _open = 0
 _before: Any = None
@@ -30,6 +32,19 @@ def uncompiled() -> Iterator[None]:
         yield
     finally:
         _leave()
+
+
+def in_compiled() -> bool:
+    """Whether a function that is under way in a loss is compiled, or would be."""
+    frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_wrapper":
+            return True
+        if code.co_name == "run" and code.co_filename.startswith(_HERE):  # it calls the loss
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _enter() -> None:

@@ -198,6 +198,7 @@ class Ghost(Tensor):
         version: how often that had been written to when it was made.
         within: the call of a layer in which it was made, and which alone has it; else -1.
         made: its label by what has made it between layers, and how often it had been written to.
+        of: the ghosts that it was made of between layers.
     """
 
     form: Shape
@@ -211,6 +212,7 @@ class Ghost(Tensor):
     version: int
     within: int
     made: tuple[Label, int] | None
+    of: Sequence[Ghost]
 
     # What models ask for most, without the way through `__torch_function__`.
 
@@ -307,7 +309,7 @@ def ghost_like(
     )
     own = new.__dict__
     own["form"], own["place"], own["maker"], own["label"] = form, device, maker, None
-    own["made"] = None
+    own["made"], own["of"] = None, ()
     own["tracked"] = needs
     own["leaves"], own["recipe"], own["memory"] = leaves, recipe, memory or GhostMemory()
     own["version"], own["within"] = own["memory"].version, -1
@@ -517,6 +519,7 @@ def _results(
         recipe = Recipe.of(func, args, kwargs, tensors, place) if light else None
         made = ghost_like(x.shape, device, chunk, needs, leaves, recipe, memory)
         made.within = -1 if run is None else run.within
+        made.of = () if made.within >= 0 else ghosts
         return made
 
     return found.results(make)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -41,7 +41,6 @@ from zfunc.rehearsal.ghosts import (
     form_of,
     ghost_leaves,
     ghost_like,
-    holders,
     is_shared,
     named,
     settle,
@@ -181,7 +180,7 @@ class _Rehearsal:
         self.made_up = MadeUp() if invents else None
         self.chunk, self.within, self.failed, self.about = 0, -1, -1, about
         self.calls: list[Called] = []
-        self.crossing: list[dict[Label, tuple[int, Spec]]] = [{} for _ in range(self.chunks)]
+        self.crossing: list[dict[Label, _Crossing]] = [{} for _ in range(self.chunks)]
         self.uses: list[set[int]] = [set() for _ in range(self.chunks)]
         self.flops, self.flops_outside = [0], [0] * self.chunks
         self.flops_between = [0]
@@ -231,7 +230,7 @@ class _Rehearsal:
         self._check(copies)
         return Rehearsed(
             calls=tuple(self.calls),
-            crossing=tuple(self.crossing),
+            crossing=tuple(map(_by_label, self.crossing)),
             uses=tuple(map(frozenset, self.uses)),
             result=out,
             flops=tuple(self.flops[: len(self.calls)]),
@@ -394,16 +393,17 @@ class _Rehearsal:
                 )
 
     def _cross(self, g: Ghost, func: Any) -> None:
-        label = g.known_as or g.made_as
-        if label is None:
+        name = g.made_as or g.known_as
+        if name is None:
             what = func if isinstance(func, str) else f"{named(func)} at {site()}"
             raise self._fail(
                 f"{what}, in stage {self.chunk} of a pipeline, uses a value of shape "
                 f"{list(g.form.shape)} computed in stage {g.home} that no layer was given. Pass it "
                 "to the layers as an argument, or compute it inside of them."
             )
-        self.crossing[self.chunk].setdefault(label, (g.home, g.spec))
-        self.crossed.setdefault((self.chunk, g.memory), set()).add(label)
+        found = _Crossing(g.known_as, g.made_as, g.home, g.spec, g)
+        self.crossing[self.chunk].setdefault(name, found)
+        self.crossed.setdefault((self.chunk, g.memory), set()).add(name)
 
     def made(self, func: Any, out: Any) -> None:
         """Outside of layers, what may have to be sent has a name."""
@@ -548,10 +548,8 @@ class _Rehearsal:
                 raise self._kept_by(x.within, "is given to another one")
             if x.light and x.recipe is not None:  # from here on it is a value of this chunk
                 self._use(x, "")
-                x.maker, x.leaves, x.recipe = self.chunk, None, None
-            # What a region that backward runs again has kept is to come before that.
-            kept = holders(x) > 1 and x.made_as is not None
-            if not x.light and x.known_as is None and not kept:
+                x.maker, x.leaves, x.recipe, x.made = self.chunk, None, None, None
+            if not x.light and x.known_as is None:
                 x.label = (n, side, p), x.memory.version
 
     def _results(self, ins: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
@@ -570,6 +568,43 @@ class _Rehearsal:
         return ghost_like(x.form, x.device, x.maker, x.tracked, memory=x.memory)
 
 
+class _Crossing(NamedTuple):
+    """A value that a chunk has and another one needs: by where layers meet it, or what made it."""
+
+    known: Label | None
+    made: Label | None
+    home: int
+    spec: Spec
+    ghost: Ghost
+
+
+def _by_label(row: Mapping[Label, _Crossing]) -> dict[Label, tuple[int, Spec]]:
+    """What a chunk needs. Of ``norm(x)`` beside ``x`` it would make its own, if it were not to come
+    as soon as that is made."""
+    found: dict[Label, tuple[int, Spec]] = {}
+    for x in row.values():
+        others = {id(y.ghost.memory) for y in row.values() if y is not x}
+        first = x.known is None or (x.made is not None and _is_made_of(x.ghost, others))
+        label = x.made if first else x.known
+        assert label is not None
+        found.setdefault(label, (x.home, x.spec))
+    return found
+
+
+def _is_made_of(g: Ghost, memories: set[int]) -> bool:
+    """Whether there is one of these memories in what a ghost was made of between layers."""
+    rest, seen = [*g.of], set[int]()
+    while rest:
+        x = rest.pop()
+        if id(x) not in seen:
+            seen.add(id(x))
+            if type(x) is Ghost:
+                if id(x.memory) in memories:
+                    return True
+                rest += x.of
+    return False
+
+
 def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:
     raise AssertionError("a layer that has not returned")
 
@@ -578,7 +613,8 @@ def _alias(x: Ghost, n: int) -> Ghost:
     """A ghost for the time of one call, with the same memory: what a layer does with it, other
     than to return it, is no one else's."""
     made = ghost_like(x.form, x.device, x.maker, x.tracked, x.leaves, x.recipe, x.memory)
-    made.label, made.version, made.within, made.made = x.label, x.version, n, x.made
+    made.label, made.version, made.within = x.label, x.version, n
+    made.made, made.of = x.made, x.of
     marks = {key: value for key, value in x.__dict__.items() if key.startswith("_zfunc")}
     made.__dict__.update(marks)
     return made
