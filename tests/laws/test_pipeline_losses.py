@@ -226,6 +226,7 @@ RIGHT += [without_gradients, noise_like_a_view, gradients_that_are_not_linear]
 RIGHT += [compiled_between_layers]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
 @pytest.mark.parametrize(
     ("loss", "schedule"),
     covering.each(RIGHT, ["1f1b", "zb", "zbv"]),
