@@ -171,6 +171,16 @@ def gradients_that_are_not_linear(p: Any, batch: Any) -> Tensor:
     return end(x, batch)
 
 
+def containers_that_come_back(p: Any, batch: Any) -> Tensor:
+    """What a layer returns as it was given is the same object where the layer does not run."""
+    x, kept = batch["x"], {"scale": p["s"], "seen": []}
+    for each in (*p["blocks"], *p["more"]):
+        x, same = zf.layer(lambda q, x, kept: (layer(q, x) * kept["scale"], kept), each, x, kept)
+        same["scale"] = kept["scale"] * 0.9
+        kept["seen"].append(x.mean())
+    return end(x, batch) + sum(same["seen"])
+
+
 def compiled_between_layers(p: Any, batch: Any) -> Tensor:
     twice = torch.compile(lambda x: (x * 2 + 1) * 0.4, backend="eager")
     x, kept = batch["x"], []
@@ -223,7 +233,7 @@ RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, struc
 RIGHT += [written_in_place, a_layer_that_does_not_run, sums_of_early_values]
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
 RIGHT += [without_gradients, noise_like_a_view, gradients_that_are_not_linear]
-RIGHT += [compiled_between_layers]
+RIGHT += [compiled_between_layers, containers_that_come_back]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's
@@ -479,7 +489,27 @@ def renames(kept: Any, x: Tensor) -> None:
     kept[name + "'"] = value
 
 
-FILLED = "changes a list, dict or dataclass that it was given"
+def a_table_of_layers(p: Any, batch: Any) -> Tensor:
+    """Each layer counts in one tensor of the loss, which others read."""
+    count, x = torch.zeros((), dtype=F64), batch["x"]
+    for each in (*p["blocks"], *p["more"]):
+        x = zf.layer(lambda q, x: layer(q, x) * (1 + 0.1 * count.add_(1)), each, x)
+    return end(x, batch)
+
+
+def writing_to_views_of_arguments(p: Any, batch: Any) -> Tensor:
+    x, mask = batch["x"], torch.zeros_like(batch["x"])
+    for each in (*p["blocks"], *p["more"]):
+        x, part = zf.layer(lambda q, x, m: (layer(q, x) + m, m[:, :3]), each, x, mask)
+        part.add_(1.0)
+    return end(x, batch)
+
+
+def halves(kept: Any, x: Tensor) -> None:
+    kept *= 0.5
+
+
+FILLED = "changes a list, dict, set, array or dataclass that it was given"
 WRONG: list[tuple[Loss, str]] = [
     (in_a_loop, "example= of a batch"),
     (from_the_last_to_the_first, "example= of a batch"),
@@ -506,6 +536,10 @@ WRONG: list[tuple[Loss, str]] = [
     (filling(list.append, list), FILLED),
     (filling(adds_to_the_first, lambda: [torch.zeros((), dtype=F64)]), FILLED),
     (filling(adds_to_a_field, lambda: Total(torch.zeros((), dtype=F64))), FILLED),
+    (filling(halves, lambda: np.ones(1)), FILLED),
+    (filling(lambda kept, x: kept.add(len(kept)), set), FILLED),
+    (a_table_of_layers, "a value that layer .* has kept"),
+    (writing_to_views_of_arguments, r"let the layer return x\.clone\(\)"),
     (filling(renames, lambda: {"a": torch.zeros((), dtype=F64)}), FILLED),
 ]
 
@@ -543,6 +577,25 @@ def test_statistics_that_a_loss_keeps_between_layers() -> None:
         mine, other = (one, two) if i < 3 else (two, one)
         assert torch.equal(mine, x)
         assert torch.equal(other, x) if i == 2 else not other.any()  # what is sent both have
+
+
+def test_a_loss_that_writes_to_a_tensor_of_the_users() -> None:
+    """The rehearsal puts it back; with several chunks on a stage it would be written to twice."""
+
+    def run(wrap: Callable[..., Any]) -> Any:
+        mean, var = torch.zeros(6, dtype=F64), torch.ones(6, dtype=F64)
+
+        def loss(p: Any, batch: Any) -> Tensor:
+            x = F.batch_norm(batch["x"], mean, var, training=True)
+            return base(p, {**batch, "x": x}) + (mean * p["s"]).sum()
+
+        return Model(params(), loss, rows).trained(wrap, steps=2), mean
+
+    wanted = run(lambda f: zf.accumulate(f, 3))
+    for found in zf.simulate(2)(lambda: run(lambda f: zf.pipeline(f, 3, pipe=2)))():
+        assert_near(found, wanted, 1e-9)
+    with pytest.raises(zf.CompositionError, match=r"batch_norm at .* each of the 2 chunks"):
+        zf.simulate(2)(lambda: run(lambda f: zf.pipeline(f, 3, "zbv", pipe=2)))()
 
 
 # Steps

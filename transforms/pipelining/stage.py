@@ -23,6 +23,7 @@ from zfunc.engine.recomputation import taken
 from zfunc.engine.sources import Source
 from zfunc.engine.unit_info import CommonLeaves, Ready, UnitInfo, gather
 from zfunc.engine.unit_runs import UnitRun
+from zfunc.errors import CompositionError
 from zfunc.layout.layout import Layout
 from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group
@@ -77,6 +78,7 @@ class PipelineStage:
         chunks = chunks_of_layers(self.layout)
         self._found: list[tuple[Any, Rehearsed]] = []
         self.plans = [self._rehearsed(name, chunks, i, *each) for i, each in enumerate(batches)]
+        self._check_writes()
         self.lent: dict[int, tuple[int, list[int]]]
         key = (name, ranks.size, *map(id, self.plans))  # which stay beside what is sent
         self.lent, messages, _ = _remembered(running.memo, "messages", key, self._told_by_plans)
@@ -113,6 +115,16 @@ class PipelineStage:
             memo.setdefault("first rehearsed", found)
         self._found.append((shapes, found))
         return found
+
+    def _check_writes(self) -> None:
+        """A loss that counts in a tensor of the user's would do so once for each chunk."""
+        many = max(self.rank_of.count(rank) for rank in self.rank_of)
+        if many > 1 and (writes := self.plans[0].writes):
+            raise CompositionError(
+                f"{writes}, outside the layers, writes to a tensor of yours, and would do so once "
+                f"for each of the {many} chunks of a stage. Do it inside a layer, or take a "
+                'schedule with one chunk per stage, "1f1b".'
+            )
 
     def _told_by_plans(self) -> tuple[Any, Any, list[Rehearsed]]:
         """Which units are lent, what each rank sends, and the plans that both are from."""

@@ -35,7 +35,7 @@ from zfunc.rehearsal.ghosts import (
     named,
     settle,
 )
-from zfunc.rehearsal.plans import MADE, Called, Label, Rehearsed, Same, Spec
+from zfunc.rehearsal.plans import MADE, Called, Label, Rehearsed, Same, SameContainer, Spec
 from zfunc.rehearsal.results import flattened, is_array, replaced, structure
 from zfunc.rehearsal.shapes import shape_with
 from zfunc.rehearsal.sites import site
@@ -55,7 +55,9 @@ def _stands(then: Any, x: Any) -> bool:
     """Whether what a layer returned in the rehearsal stands for what it returns."""
     if isinstance(x, Tensor):
         return isinstance(then, Spec | Same)
-    return type(then) is Same or (not isinstance(then, Spec) and is_same(x, then))
+    if isinstance(then, Same | SameContainer):
+        return True
+    return not isinstance(then, Spec) and is_same(x, then)
 
 
 def _told(x: Any) -> str:
@@ -346,8 +348,8 @@ class ChunkRun:
         ins, _ = flattened((xs, kw))
         self._compare(n, plan, info, ins)
         self._meet(n, "in", ins)
-        run = self._skip if plan.chunk != self.chunk else partial(self._compute, call, xs, kw)
-        out = run(n, plan, ins)
+        run = self._skip if plan.chunk != self.chunk else partial(self._compute, call)
+        out = run(xs, kw, n, plan, ins)
         self.between.behind(n)
         return out
 
@@ -385,7 +387,7 @@ class ChunkRun:
             self.within = -1
         for x, own in self.taken:
             own.update(_hooks_of(x))
-        outs, _ = flattened(out)
+        outs, _ = flattened(out, whole=plan.whole((xs, kw)))
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             _check_numbers(outs)
         self._compare_results(n, ins, out, outs)
@@ -428,7 +430,9 @@ class ChunkRun:
             if isinstance(x, Tensor) and type(x) is not Ghost and x.grad_fn is not None:
                 x.grad_fn.register_prehook(partial(_come_to, back, n))
 
-    def _skip(self, n: int, plan: Called, ins: Sequence[Any]) -> Any:
+    def _skip(
+        self, xs: tuple[Any, ...], kw: dict[str, Any], n: int, plan: Called, ins: Sequence[Any]
+    ) -> Any:
         self.active = False
         if n >= self.route.last and not self.last and plan.chunk > self.chunk:
             self.over = True
@@ -439,14 +443,17 @@ class ChunkRun:
             running.layer_calls += plan.inside
         for p in plan.writes:
             self._written(ins[p], plan.chunk)
-        outs = [self._stands_for(x, plan.chunk, ins) for x in plan.results]
+        around = [*plan.whole((xs, kw)).values()]
+        outs = [self._stands_for(x, plan.chunk, ins, around) for x in plan.results]
         self._meet(n, "out", outs)
         self.skipped[n] = plan.rebuild(outs)
         return self.skipped[n]
 
-    def _stands_for(self, x: Any, chunk: int, ins: Sequence[Any]) -> Any:
+    def _stands_for(self, x: Any, chunk: int, ins: Sequence[Any], around: Sequence[Any]) -> Any:
         if type(x) is Same:
             return ins[x.position]
+        if type(x) is SameContainer:
+            return around[x.position]
         if type(x) is Spec:
             form = shape_with(x.shape, x.stride, x.dtype)
             return ghost_like(form, x.device, chunk, x.needs_grad)

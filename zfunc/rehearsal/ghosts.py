@@ -105,12 +105,13 @@ class GhostMemory:
         version: how often it has been written to.
         chunk: whose was the last time.
         needs: whether something was written that may have a gradient.
+        is_here: whether a tensor that is no ghost has it, too.
     """
 
-    __slots__ = ("chunk", "needs", "version")
+    __slots__ = ("chunk", "is_here", "needs", "version")
 
-    def __init__(self) -> None:
-        self.version, self.chunk, self.needs = 0, -1, False
+    def __init__(self, is_here: bool = False) -> None:
+        self.version, self.chunk, self.needs, self.is_here = 0, -1, False, is_here
 
     def written(self, chunk: int, needs: bool) -> None:
         """A chunk has written to it."""

@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from zfunc.rehearsal.ghosts import Ghost, GhostMemory, become, form_of, ghost_like
 from zfunc.rehearsal.results import flattened, replaced
 
-__all__ = ["MadeUp", "calls_in", "unmark", "version_of"]
+__all__ = ["MadeUp", "calls_in", "memory_id", "unmark", "version_of"]
 
 _MARK = "_zfunc_made_up"
 """The name under which a tensor has the call of the layer in which its numbers were made up."""
@@ -69,12 +69,12 @@ class MadeUp:
 
     def emptied(self, out: Any, chunk: int) -> Any:
         """What a layer of a chunk has returned, with ghosts in the place of what it has made."""
-        memories = {_memory(x): was.memory for x, was in self.filled if type(was) is Ghost}
+        memories = {memory_id(x): was.memory for x, was in self.filled if type(was) is Ghost}
 
         def ghost(x: Tensor) -> Tensor:
             if type(x) is Ghost or any(x is given for given, _ in self.filled):
                 return x
-            memory = memories.setdefault(_memory(x), GhostMemory())
+            memory = memories.setdefault(memory_id(x), GhostMemory())
             return ghost_like(form_of(x), x.device, chunk, True, memory=memory)
 
         return replaced(out, ghost)
@@ -115,7 +115,7 @@ def version_of(x: Any) -> Any:
     return x._version if isinstance(x, Tensor) and not x.is_inference() else None
 
 
-def _memory(x: Tensor) -> int:
+def memory_id(x: Tensor) -> int:
     """The same for tensors that share memory."""
     return int(x.untyped_storage()._cdata) if x.layout is torch.strided else id(x)
 

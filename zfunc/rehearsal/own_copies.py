@@ -134,18 +134,15 @@ class UsersTensors:
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Before a function of tensors is called, what it may write to is copied."""
-        target = kwargs.get("out", args[0] if args and _writes(func) else None)
-        if not isinstance(target, Tensor) or type(target) is Ghost:
-            return
-        if target.layout != torch.strided or target.is_meta:
-            return
-        if torch._C._functorch.is_functorch_wrapped_tensor(target):
-            return
-        whole = target if target._base is None else target._base
-        if id(whole) not in self._kept:
-            self._kept[id(whole)] = whole, whole.detach().clone()
+    def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Before a function of tensors is called, what it may write to is copied; what it writes to
+        is returned."""
+        found = [x for x in _targets(func, args, kwargs) if _has_numbers(x)]
+        for x in found:
+            whole = x if x._base is None else x._base
+            if id(whole) not in self._kept:
+                self._kept[id(whole)] = whole, whole.detach().clone()
+        return [] if func is Tensor.numpy else found
 
     def restore(self) -> None:
         """What was written to is as before."""
@@ -155,13 +152,36 @@ class UsersTensors:
         self._kept.clear()
 
 
-def _writes(func: Any) -> bool:
-    """Whether a function may write to its first argument: ``add_``, ``+=``, ``x[i] = ...``."""
-    name = getattr(func, "__name__", "")
+def _has_numbers(x: Any) -> bool:
+    if not isinstance(x, Tensor) or type(x) is Ghost:
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return x.layout == torch.strided and not (x.is_meta or wrapped)
+
+
+def _targets(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What a function may write to."""
+    name, out = getattr(func, "__name__", ""), kwargs.get("out")
+    if out is not None:
+        return [*out] if isinstance(out, tuple | list) else [out]
+    if name in ("batch_norm", "instance_norm"):
+        first = 3 if func is torch.batch_norm or func is torch.instance_norm else 1
+        named = [kwargs.get("running_mean"), kwargs.get("running_var")]
+        return [*args[first : first + 2], *named] if kwargs.get("training", True) else []
+    if name == "embedding":
+        return [*args[1:2]] if kwargs.get("max_norm") is not None else []
+    if args and (kwargs.get("inplace") or _is_in_place(func, name)):
+        return [*args[0]] if isinstance(args[0], tuple | list) else [args[0]]
+    return []
+
+
+def _is_in_place(func: Any, name: str) -> bool:
+    """``add_``, ``+=``, ``x[i] = ...``, ``x.data = ...``, and perhaps through ``x.numpy()``."""
     if name.startswith("__"):
-        return name == "__setitem__" or name in _IN_PLACE
-    return name.endswith("_")
+        return name in _WRITING or func == _SET_DATA
+    return name.endswith("_") or name == "numpy"
 
 
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-_IN_PLACE = frozenset(f"__i{name}__" for name in (*_NAMES, "lshift", "rshift"))
+_WRITING = {"__setitem__", *(f"__i{name}__" for name in (*_NAMES, "lshift", "rshift"))}

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from zfunc.layout.layout import Layout
-from zfunc.rehearsal.results import Rebuild
+from zfunc.rehearsal.results import Rebuild, containers
 
-__all__ = ["MADE", "Called", "ChunkRoute", "Label", "Rehearsed", "Same", "Spec"]
+__all__ = ["MADE", "Called", "ChunkRoute", "Label", "Rehearsed", "Same", "SameContainer", "Spec"]
 
 Label = tuple[int, str, int]
 """A value, by where layers first meet it: which call of a layer, counted from 0, ``"in"`` or
@@ -45,6 +45,13 @@ class Same:
     position: int
 
 
+@dataclass(frozen=True)
+class SameContainer:
+    """A list, dict or record that a layer was given and returned: which of those it was given."""
+
+    position: int
+
+
 @dataclass(frozen=True, eq=False)
 class Called:
     """One call of a layer.
@@ -56,7 +63,7 @@ class Called:
         index: its number among all calls of ``zf.layer`` in the loss.
         inside: how many calls of ``zf.layer`` there are within it.
         arguments: how many leaves its arguments have.
-        results: a leaf each: a ``Spec``, a ``Same``, or what is no tensor.
+        results: a leaf each: a ``Spec``, a ``Same``, a ``SameContainer``, or what is no tensor.
         structure: in which they are.
         rebuild: puts them together.
         writes: positions of arguments that it writes to in place.
@@ -72,6 +79,12 @@ class Called:
     structure: Any
     rebuild: Rebuild
     writes: tuple[int, ...]
+
+    def whole(self, given: Any) -> dict[int, Any]:
+        """By id the containers among its arguments, if it returns one of them."""
+        if not any(type(x) is SameContainer for x in self.results):
+            return {}
+        return {id(x): x for x in containers(given)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,6 +119,7 @@ class Rehearsed:
             products, convolutions and attention.
         flops_outside: the same outside layers, by chunk.
         flops_between: the same before the first call, and behind each of them.
+        writes: where the loss writes to a tensor of the user's outside layers, if it does.
         layout, device, compute: of the parameters: where they are, and in which dtype they enter.
     """
 
@@ -116,6 +130,7 @@ class Rehearsed:
     flops: tuple[int, ...]
     flops_outside: tuple[int, ...]
     flops_between: tuple[int, ...]
+    writes: str
     layout: Layout
     device: torch.device
     compute: torch.dtype | None

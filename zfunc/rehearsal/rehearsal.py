@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
+from weakref import ref
 
 import optree
 import torch
@@ -46,10 +47,10 @@ from zfunc.rehearsal.ghosts import (
     settle,
 )
 from zfunc.rehearsal.known import nothing_sent
-from zfunc.rehearsal.made_up import MadeUp, calls_in, unmark, version_of
+from zfunc.rehearsal.made_up import MadeUp, calls_in, memory_id, unmark, version_of
 from zfunc.rehearsal.own_copies import OwnCopies, UsersTensors
-from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, Spec
-from zfunc.rehearsal.results import flattened, is_array, structure
+from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, SameContainer, Spec
+from zfunc.rehearsal.results import containers, flattened, is_array, structure
 from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.work import Counting
@@ -159,9 +160,9 @@ class _Silence(TorchFunctionMode):
             return nothing_sent(*args, **(kwargs or {}))
         if not isinstance(run, _Rehearsal):
             return func(*args, **(kwargs or {}))
-        run.own.keep(func, args, kwargs or {})
+        run.keep(func, args, kwargs or {})
         out = run.traced(func, args, kwargs or {})
-        run.made(func, out)
+        run.made(func, out, (*args, *(kwargs or {}).values()))
         return out
 
 
@@ -187,6 +188,12 @@ class _Rehearsal:
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.between = Between()
         self.own = UsersTensors()
+        self.written: dict[
+            int | None, list[_Written]
+        ] = {}  # by memory: tensors of the user's, in layers
+        self.writing: list[_Written] = []  # by the layer that runs
+        self.written_outside: list[tuple[ref[Tensor], str]] = []
+        self.viewed: dict[int, Tensor] = {}  # by memory: what layers have returned views of
         self.crossed: dict[tuple[int, GhostMemory], set[Label]] = {}
         self.error: BaseException | None = None
         self.layer_of = {
@@ -228,6 +235,8 @@ class _Rehearsal:
             RUN.reset(tokens[1])
             context.pop(tokens[0])
         self._check(copies)
+        # What is still there is not the loss's own.
+        outside = [at for x, at in self.written_outside if x() is not None]
         return Rehearsed(
             calls=tuple(self.calls),
             crossing=tuple(map(_by_label, self.crossing)),
@@ -236,6 +245,7 @@ class _Rehearsal:
             flops=tuple(self.flops[: len(self.calls)]),
             flops_outside=tuple(self.flops_outside),
             flops_between=tuple(self.flops_between),
+            writes=outside[0] if outside else "",
             layout=self.layout,
             device=self.device,
             compute=running.compute,
@@ -330,6 +340,8 @@ class _Rehearsal:
                 f"{self.chunk} of a pipeline, writes to a value of an earlier one, stage {x.home}. "
                 "Let it give a new tensor: x = x + y."
             )
+        if x.memory.is_here:
+            raise self._view_written(func)
         if len(self.crossed.get((self.chunk, x.memory), ())) > 1:
             raise self._fail(
                 f"{named(func)} at {site()}, in stage {self.chunk} of a pipeline, writes to a "
@@ -337,6 +349,37 @@ class _Rehearsal:
                 "one (a view of it, say), which would stay as it was. Let it give a new tensor, or "
                 "let layers return x.clone()."
             )
+
+    def _view_written(self, func: Any) -> CompositionError:
+        return self._fail(
+            f"{named(func)} at {site()} writes to a tensor that a layer was given, or to a view of "
+            "it that the layer has returned: other stages of a pipeline have one, and not the "
+            "other. Let it give a new tensor, or let the layer return x.clone()."
+        )
+
+    def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before a function of tensors is called: what it may write to."""
+        for x in self.own.keep(func, args, kwargs):
+            whole = x if x._base is None else x._base
+            if memory_id(x) in self.viewed:
+                raise self._view_written(func)
+            if self.inside:
+                self.writing.append(_Written(self.within, *_span(x), memory_id(x), x.detach()))
+            else:
+                self.written_outside.append((ref(whole), f"{named(func)} at {site()}"))
+
+    def _use_written(self, given: Any, out: Any) -> None:
+        """What layers have written to, a tensor of the user's, only their stages know. To make a
+        view of it is no use."""
+        used = [x for x in flattened(given)[0] if _is_here(x)]
+        own = set(map(id, used))
+        views = {memory_id(x) for x in flattened(out)[0] if _is_here(x) and id(x) not in own}
+        for x in used:
+            first, last = _span(x)
+            key = None if memory_id(x) in views else memory_id(x)
+            for n, start, stop, *_ in self.written.get(key, ()):
+                if n != self.within and first < stop and start < last:
+                    self._use_kept(n, self.calls[n].chunk)
 
     def overwrote(self, x: Tensor, was: Tensor) -> None:
         self.overwritten.append((x, was))
@@ -373,9 +416,9 @@ class _Rehearsal:
     def _changes(self, n: int) -> CompositionError:
         name = self.calls[n].name
         return self._fail(
-            f"layer {name} changes a list, dict or dataclass that it was given, in stage "
-            f"{self.chunk} of a pipeline: stages that do not run the layer have it as it was. Let "
-            "the layer return what it puts there."
+            f"layer {name} changes a list, dict, set, array or dataclass that it was given, in "
+            f"stage {self.chunk} of a pipeline: stages that do not run the layer have it as it "
+            "was. Let the layer return what it puts there."
         )
 
     def _use_leaves(self, leaves: frozenset[int]) -> None:
@@ -405,8 +448,10 @@ class _Rehearsal:
         self.crossing[self.chunk].setdefault(name, found)
         self.crossed.setdefault((self.chunk, g.memory), set()).add(name)
 
-    def made(self, func: Any, out: Any) -> None:
+    def made(self, func: Any, out: Any, given: Any) -> None:
         """Outside of layers, what may have to be sent has a name."""
+        if self.written:
+            self._use_written(given, out)
         for label, x in () if self.inside else self.between.labels(func, out):
             if type(x) is Ghost:
                 x.made = label, x.memory.version
@@ -448,6 +493,7 @@ class _Rehearsal:
         self._label(n, "in", ins)
         self._begin(info, index)
         own = {id(x): _alias(x, n) for x in ins if type(x) is Ghost}
+        around = containers((xs, kw))
         if own:
             xs, kw = remake([own.get(id(x), x) for x in ins])
         before, shown = [version_of(x) for x in ins], _shown(xs, kw)
@@ -465,22 +511,29 @@ class _Rehearsal:
         if self.chunks > 1 and _shown(xs, kw) != shown:
             raise self._changes(n)
         unmark(ins)  # what is in its arguments now is told below
-        outs, rebuild = flattened(out)
         given = {id(alias): x for x in ins if (alias := own.get(id(x))) is not None}
+        given |= {id(x): was for x, was in zip(containers((xs, kw)), around, strict=True)}
+        outs, rebuild = flattened(out, whole=given)
         new = self._results(ins, [given.get(id(x), x) for x in outs])
         for alias in own.values():
             alias.maker, alias.label, alias.leaves, alias.recipe = self.chunk, None, None, None
         self._label(n, "out", new)
+        if self.writing:  # arguments are told below
+            here = {memory_id(x) for x in ins if _is_here(x)}
+            self.writing = [x for x in self.writing if x.memory not in here]
         writes = tuple(p for p, x in enumerate(ins) if version_of(x) != before[p])
         for p in writes:
             if type(ins[p]) is not Ghost:
                 self._elsewhere(ins[p])
+        for write in self.writing:
+            self.written.setdefault(write.memory, []).append(write)
+        self.writing = []
         self.between.behind(n)
         self.calls[n] = replace(
             self.calls[n],
             inside=running.layer_calls - counted,
             arguments=len(ins),
-            results=tuple(_kept(x, ins) for x in new),
+            results=tuple(_kept(x, ins, around) for x in new),
             structure=structure(out),
             rebuild=rebuild,
             writes=writes,
@@ -555,14 +608,19 @@ class _Rehearsal:
     def _results(self, ins: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
         """A layer's results: what it made is a new ghost, whatever it is made of."""
         known = {id(x): x for x in ins}
+        given = [x for x in ins if isinstance(x, Tensor) and type(x) is not Ghost]
+        memories = {memory_id(x): GhostMemory(is_here=True) for x in given}
         for x in outs:
             if isinstance(x, Tensor) and id(x) not in known:
-                known[id(x)] = self._result(x)
+                known[id(x)] = self._result(x, memories)
         return [known.get(id(x), x) for x in outs]
 
-    def _result(self, x: Tensor) -> Tensor:
+    def _result(self, x: Tensor, memories: dict[int, GhostMemory]) -> Tensor:
         if type(x) is not Ghost:
-            return ghost_like(form_of(x), x.device, self.chunk, x.requires_grad)
+            memory = memories.setdefault(memory_id(x), GhostMemory())
+            if memory.is_here:
+                self.viewed[memory_id(x)] = x
+            return ghost_like(form_of(x), x.device, self.chunk, x.requires_grad, memory=memory)
         if x.light:
             return x
         return ghost_like(x.form, x.device, x.maker, x.tracked, memory=x.memory)
@@ -605,6 +663,28 @@ def _is_made_of(g: Ghost, memories: set[int]) -> bool:
     return False
 
 
+class _Written(NamedTuple):
+    """Where a call of a layer has written to memory: from one element to another."""
+
+    call: int
+    start: int
+    stop: int
+    memory: int
+    holder: Tensor
+
+
+def _is_here(x: Any) -> bool:
+    return isinstance(x, Tensor) and type(x) is not Ghost
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """From which to which element of its memory a tensor goes."""
+    if x.layout is not torch.strided or x.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return int(x.storage_offset()), int(x.storage_offset() + last + 1)
+
+
 def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:
     raise AssertionError("a layer that has not returned")
 
@@ -620,15 +700,24 @@ def _alias(x: Ghost, n: int) -> Ghost:
     return made
 
 
-def _shown(xs: tuple[Any, ...], kw: dict[str, Any]) -> tuple[Any, list[int]]:
+def _shown(xs: tuple[Any, ...], kw: dict[str, Any]) -> tuple[Any, list[Any]]:
     """What containers hold: how they stand in each other, and which leaves they have."""
     given: Any = (xs, kw)
     spec = optree.tree_structure(given, none_is_leaf=True, namespace=OPAQUE)
-    return spec, [id(x) for x in flattened(given)[0]]
+    return spec, [(id(x), _content(x)) for x in flattened(given)[0]]
 
 
-def _kept(x: Any, ins: Sequence[Any]) -> Any:
+def _content(x: Any) -> Any:
+    """What is in a leaf that is no tensor, and can be changed."""
+    if isinstance(x, set):
+        return frozenset(x)
+    return x.tobytes() if is_array(x) else bytes(x) if isinstance(x, bytearray) else None
+
+
+def _kept(x: Any, ins: Sequence[Any], around: Sequence[Any]) -> Any:
     """What is known of a layer's result when it does not run."""
+    if (position := next((p for p, y in enumerate(around) if y is x), None)) is not None:
+        return SameContainer(position)
     position = next((p for p, y in enumerate(ins) if y is x), None)
     if position is not None and not isinstance(x, int | float | str | None):
         return Same(position)

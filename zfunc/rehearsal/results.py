@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,18 +20,30 @@ from torch import Tensor
 from zfunc.engine.batches import mapped
 from zfunc.trees.nodes import OPAQUE
 
-__all__ = ["Rebuild", "fields_of", "flattened", "is_array", "own", "replaced", "structure"]
+__all__ = [
+    "Rebuild",
+    "containers",
+    "fields_of",
+    "flattened",
+    "is_array",
+    "own",
+    "replaced",
+    "structure",
+]
 
 Rebuild = Callable[[Sequence[Any]], Any]
 """A function from leaves to the structure that they were in."""
 
 
-def flattened(tree: Any, leaf: type | tuple[()] = ()) -> tuple[list[Any], Rebuild]:
+def flattened(
+    tree: Any, leaf: type | tuple[()] = (), whole: Collection[int] = ()
+) -> tuple[list[Any], Rebuild]:
     """The leaves, ``None`` being one, and how they go together.
 
     Args:
         tree: what a layer takes or gives.
         leaf: a kind of dataclass that is a leaf itself.
+        whole: the ids of containers that are leaves themselves.
 
     >>> leaves, rebuild = flattened((1, {"a": [2, None]}))
     >>> leaves, rebuild([5, 6, 7])
@@ -38,13 +51,15 @@ def flattened(tree: Any, leaf: type | tuple[()] = ()) -> tuple[list[Any], Rebuil
     """
     if isinstance(tree, Tensor):
         return [tree], _first
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
-    if not any(_is_record(x, leaf) for x in leaves):
+    is_leaf = (lambda x: id(x) in whole) if whole else None
+    leaves, spec = optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=OPAQUE)
+    records = [_is_record(x, leaf) and id(x) not in whole for x in leaves]
+    if not any(records):
         return leaves, lambda new: optree.tree_unflatten(spec, new)
     found: list[Any] = []
     parts: list[tuple[int, Rebuild]] = []
-    for x in leaves:
-        inner, rebuilt = _seen_into(x, leaf) if _is_record(x, leaf) else ([x], _first)
+    for x, inside in zip(leaves, records, strict=True):
+        inner, rebuilt = _seen_into(x, leaf, whole) if inside else ([x], _first)
         found += inner
         parts.append((len(inner), rebuilt))
 
@@ -75,6 +90,23 @@ def structure(tree: Any) -> Any:
     return spec, *((kind, *own, structure([*own.values()])) for kind, own in records)
 
 
+def containers(tree: Any) -> list[Any]:
+    """The lists, dicts and records in a tree, in order."""
+    found: list[Any] = []
+
+    def seen(x: Any) -> bool:
+        if isinstance(x, list | dict | deque):
+            found.append(x)
+        return False
+
+    leaves = optree.tree_leaves(tree, seen, none_is_leaf=True, namespace=OPAQUE)
+    for x in leaves:
+        if _is_record(x, ()):
+            found.append(x)
+            found += containers([value for _, value in _items(x)])[1:]
+    return found
+
+
 def fields_of(x: Any) -> list[tuple[Any, Any]] | None:
     """Names and values of a dataclass or a kind of dict; None of anything else."""
     return [*_items(x)] if _is_record(x, ()) else None
@@ -101,10 +133,12 @@ def _are_records(kind: Any) -> bool:
     return issubclass(kind, Mapping) or is_dataclass(kind)
 
 
-def _seen_into(record: Any, leaf: type | tuple[()]) -> tuple[list[Any], Rebuild]:
+def _seen_into(
+    record: Any, leaf: type | tuple[()], whole: Collection[int]
+) -> tuple[list[Any], Rebuild]:
     """The leaves of a dataclass or a kind of dict, and how another is made with other ones."""
     items = dict(_items(record))
-    leaves, rebuild = flattened(list(items.values()), leaf)
+    leaves, rebuild = flattened(list(items.values()), leaf, whole)
     empty = _with(record, dict.fromkeys(items))
     return leaves, lambda new: _with(empty, dict(zip(items, rebuild(new), strict=True)))
 
