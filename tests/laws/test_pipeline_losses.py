@@ -497,6 +497,12 @@ def a_table_of_layers(p: Any, batch: Any) -> Tensor:
     return end(x, batch)
 
 
+def hooks_of_parameters(p: Any, batch: Any) -> Tensor:
+    scale = p["s"] * 2
+    scale.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
+    return end(through(p, batch["x"], lambda q, x: layer(q, x) * scale), batch)
+
+
 def writing_to_views_of_arguments(p: Any, batch: Any) -> Tensor:
     x, mask = batch["x"], torch.zeros_like(batch["x"])
     for each in (*p["blocks"], *p["more"]):
@@ -538,6 +544,7 @@ WRONG: list[tuple[Loss, str]] = [
     (filling(adds_to_a_field, lambda: Total(torch.zeros((), dtype=F64))), FILLED),
     (filling(halves, lambda: np.ones(1)), FILLED),
     (filling(lambda kept, x: kept.add(len(kept)), set), FILLED),
+    (hooks_of_parameters, "stages 0, 1 of the pipeline have a part of the gradient each"),
     (a_table_of_layers, "a value that layer .* has kept"),
     (writing_to_views_of_arguments, r"let the layer return x\.clone\(\)"),
     (filling(renames, lambda: {"a": torch.zeros((), dtype=F64)}), FILLED),

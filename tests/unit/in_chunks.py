@@ -22,7 +22,8 @@ from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label, Rehearsed, Spec
-from zfunc.rehearsal.rehearsal import Seam, outer_tree, rehearse
+from zfunc.rehearsal.refs import Seam, outer_tree
+from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.trees.nodes import NAMESPACE
 
 

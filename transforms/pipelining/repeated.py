@@ -23,7 +23,8 @@ from zfunc.layout.stages import ranks_of_chunks
 from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group
 from zfunc.rehearsal.plans import Rehearsed, Spec
-from zfunc.rehearsal.rehearsal import Seam, rehearse
+from zfunc.rehearsal.refs import Seam
+from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.transforms.pipelining.evaluation import forward, forward_rows
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
 from zfunc.transforms.pipelining.stage import PipelineStage, chunks_of_layers

@@ -16,12 +16,10 @@ from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import zfunc.engine
-from zfunc.rehearsal.ghosts import Ghost
 
-__all__ = ["OwnCopies", "UsersTensors", "is_users"]
+__all__ = ["OwnCopies", "is_users"]
 
 CONTAINERS = frozenset({list, dict, set, deque, OrderedDict, defaultdict, Counter})
 MANY = 1000  # what is larger is copied, and not what is in it
@@ -126,62 +124,3 @@ def is_users(fn: Any) -> bool:
     called = fn if isinstance(fn, FunctionType) else type(fn).__call__
     code = getattr(called, "__code__", None)
     return code is not None and not code.co_filename.startswith(_LIBRARIES)
-
-
-class UsersTensors:
-    """Tensors of the user's that functions write to, which get back what was in them."""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Before a function of tensors is called, what it may write to is copied; what it writes to
-        is returned."""
-        found = [x for x in _targets(func, args, kwargs) if _has_numbers(x)]
-        for x in found:
-            whole = x if x._base is None else x._base
-            if id(whole) not in self._kept:
-                self._kept[id(whole)] = whole, whole.detach().clone()
-        return [] if func is Tensor.numpy else found
-
-    def restore(self) -> None:
-        """What was written to is as before."""
-        for x, was in self._kept.values():
-            if type(x) is not Ghost:  # numbers that were made up are gone
-                x.data.copy_(was)
-        self._kept.clear()
-
-
-def _has_numbers(x: Any) -> bool:
-    if not isinstance(x, Tensor) or type(x) is Ghost:
-        return False
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return x.layout == torch.strided and not (x.is_meta or wrapped)
-
-
-def _targets(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """What a function may write to."""
-    name, out = getattr(func, "__name__", ""), kwargs.get("out")
-    if out is not None:
-        return [*out] if isinstance(out, tuple | list) else [out]
-    if name in ("batch_norm", "instance_norm"):
-        first = 3 if func is torch.batch_norm or func is torch.instance_norm else 1
-        named = [kwargs.get("running_mean"), kwargs.get("running_var")]
-        return [*args[first : first + 2], *named] if kwargs.get("training", True) else []
-    if name == "embedding":
-        return [*args[1:2]] if kwargs.get("max_norm") is not None else []
-    if args and (kwargs.get("inplace") or _is_in_place(func, name)):
-        return [*args[0]] if isinstance(args[0], tuple | list) else [args[0]]
-    return []
-
-
-def _is_in_place(func: Any, name: str) -> bool:
-    """``add_``, ``+=``, ``x[i] = ...``, ``x.data = ...``, and perhaps through ``x.numpy()``."""
-    if name.startswith("__"):
-        return name in _WRITING or func == _SET_DATA
-    return name.endswith("_") or name == "numpy"
-
-
-_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-_WRITING = {"__setitem__", *(f"__i{name}__" for name in (*_NAMES, "lshift", "rshift"))}

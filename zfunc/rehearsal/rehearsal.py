@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
-from weakref import ref
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -24,20 +23,21 @@ from torch.overrides import TorchFunctionMode
 from zfunc.engine import context
 from zfunc.engine.context import Context
 from zfunc.engine.hooks import LayerInfo
-from zfunc.engine.primitives import CALLED, Ref
-from zfunc.engine.step import Transform
+from zfunc.engine.primitives import CALLED
 from zfunc.errors import CompositionError, ZfuncError
 from zfunc.layout.layout import Layout
 from zfunc.ranks.comm import Group
 from zfunc.ranks.connected import ConnectedGroup
 from zfunc.ranks.keys import scope
 from zfunc.rehearsal.between import Between
+from zfunc.rehearsal.crossing import Crossing, by_label, is_made_by
 from zfunc.rehearsal.eager import uncompiled
 from zfunc.rehearsal.failures import located
 from zfunc.rehearsal.ghosts import (
     RUN,
     Ghost,
     GhostMemory,
+    Recipe,
     become,
     form_of,
     ghost_leaves,
@@ -48,15 +48,17 @@ from zfunc.rehearsal.ghosts import (
 )
 from zfunc.rehearsal.known import nothing_sent
 from zfunc.rehearsal.made_up import MadeUp, calls_in, memory_id, unmark, version_of
-from zfunc.rehearsal.own_copies import OwnCopies, UsersTensors
+from zfunc.rehearsal.own_copies import OwnCopies
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, SameContainer, Spec
+from zfunc.rehearsal.refs import GhostRef, Seam, outer_tree
 from zfunc.rehearsal.results import containers, flattened, is_array, structure
 from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.work import Counting
-from zfunc.trees.nodes import OPAQUE, Tree
+from zfunc.rehearsal.writes import UsersTensors
+from zfunc.trees.nodes import OPAQUE
 
-__all__ = ["GhostRef", "Seam", "outer_tree", "rehearse"]
+__all__ = ["rehearse"]
 
 
 def rehearse(
@@ -98,55 +100,6 @@ class _Looked(BaseException):
     """A layer wants to know numbers; no ``except Exception`` in a model may keep it."""
 
 
-class Seam(Transform):
-    """Sends layers through what is under way."""
-
-    def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
-        """A run decides what becomes of the layer."""
-
-        def through(*xs: Any, **kw: Any) -> Any:
-            run: Any = RUN.get()
-            return call(*xs, **kw) if run is None else run.layer(call, info, xs, kw)
-
-        return through
-
-
-class GhostRef(Ref):
-    """A layer's parameters where they are not."""
-
-    def __init__(self, layout: Layout, layer: int, params: Tree, differentiated: bool) -> None:
-        self.layout, self.span, self.layer = layout, layout.layers[layer], layer
-        self.params, self.differentiated = params, differentiated
-
-    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-        return fn(self.params, *xs, **kw)
-
-    def force(self) -> Tree:
-        return self.params
-
-    def told(self, info: LayerInfo) -> LayerInfo:
-        return replace(info, key=(None, self.layer))
-
-    def __repr__(self) -> str:
-        return f"GhostRef({self.span.name})"
-
-
-def outer_tree(layout: Layout, layers: Sequence[Any], root: Mapping[int, Any]) -> Tree:
-    """The tree for a loss: something for each layer, and leaves outside of them by index."""
-    if not layout.layers and layout.spec.is_leaf():
-        return root.get(0)
-    items: list[Any] = []
-    at, k = 0, 0
-    while at < len(layout.slots) or k < len(layers):
-        if k < len(layers) and layout.layers[k].start == at:
-            items.append(layers[k])
-            at, k = layout.layers[k].stop, k + 1
-        else:
-            items.append(root.get(at))
-            at += 1
-    return optree.tree_unflatten(layout.outer, items)
-
-
 class _Silence(TorchFunctionMode):
     """A block in which collectives of real tensors send nothing, either."""
 
@@ -181,18 +134,15 @@ class _Rehearsal:
         self.made_up = MadeUp() if invents else None
         self.chunk, self.within, self.failed, self.about = 0, -1, -1, about
         self.calls: list[Called] = []
-        self.crossing: list[dict[Label, _Crossing]] = [{} for _ in range(self.chunks)]
+        self.crossing: list[dict[Label, Crossing]] = [{} for _ in range(self.chunks)]
         self.uses: list[set[int]] = [set() for _ in range(self.chunks)]
         self.flops, self.flops_outside = [0], [0] * self.chunks
         self.flops_between = [0]
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.between = Between()
         self.own = UsersTensors()
-        self.written: dict[
-            int | None, list[_Written]
-        ] = {}  # by memory: tensors of the user's, in layers
-        self.writing: list[_Written] = []  # by the layer that runs
-        self.written_outside: list[tuple[ref[Tensor], str]] = []
+        self.light_uses: list[tuple[Ghost, Recipe | None, int]] = []
+        self.hooks: list[tuple[Ghost, str]] = []  # of what is made of parameters, and where
         self.viewed: dict[int, Tensor] = {}  # by memory: what layers have returned views of
         self.crossed: dict[tuple[int, GhostMemory], set[Label]] = {}
         self.error: BaseException | None = None
@@ -235,17 +185,15 @@ class _Rehearsal:
             RUN.reset(tokens[1])
             context.pop(tokens[0])
         self._check(copies)
-        # What is still there is not the loss's own.
-        outside = [at for x, at in self.written_outside if x() is not None]
         return Rehearsed(
             calls=tuple(self.calls),
-            crossing=tuple(map(_by_label, self.crossing)),
+            crossing=tuple(map(by_label, self.crossing)),
             uses=tuple(map(frozenset, self.uses)),
             result=out,
             flops=tuple(self.flops[: len(self.calls)]),
             flops_outside=tuple(self.flops_outside),
             flops_between=tuple(self.flops_between),
-            writes=outside[0] if outside else "",
+            writes=self.own.written_outside,
             layout=self.layout,
             device=self.device,
             compute=running.compute,
@@ -293,6 +241,15 @@ class _Rehearsal:
                 "the loss writes to its batch in place, and would do so once for each stage of a "
                 "pipeline. Let it write to a copy: x.clone()."
             )
+        for x, at in self.hooks:
+            chunks = {k for g, recipe, k in self.light_uses if g is x or is_made_by(recipe, x)}
+            if len(chunks) > 1:
+                raise CompositionError(
+                    f"at {at} a hook was given to a value made of parameters, of which stages "
+                    f"{', '.join(map(str, sorted(chunks)))} of the pipeline have a part of the "
+                    "gradient each. Change the whole gradient behind value_and_grad, or give the "
+                    "value to layers as an argument."
+                )
         lacking = set(range(self.chunks)) - {call.chunk for call in self.calls}
         if lacking and self.layout.layers:
             k = min(lacking)
@@ -360,26 +317,9 @@ class _Rehearsal:
     def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Before a function of tensors is called: what it may write to."""
         for x in self.own.keep(func, args, kwargs):
-            whole = x if x._base is None else x._base
             if memory_id(x) in self.viewed:
                 raise self._view_written(func)
-            if self.inside:
-                self.writing.append(_Written(self.within, *_span(x), memory_id(x), x.detach()))
-            else:
-                self.written_outside.append((ref(whole), f"{named(func)} at {site()}"))
-
-    def _use_written(self, given: Any, out: Any) -> None:
-        """What layers have written to, a tensor of the user's, only their stages know. To make a
-        view of it is no use."""
-        used = [x for x in flattened(given)[0] if _is_here(x)]
-        own = set(map(id, used))
-        views = {memory_id(x) for x in flattened(out)[0] if _is_here(x) and id(x) not in own}
-        for x in used:
-            first, last = _span(x)
-            key = None if memory_id(x) in views else memory_id(x)
-            for n, start, stop, *_ in self.written.get(key, ()):
-                if n != self.within and first < stop and start < last:
-                    self._use_kept(n, self.calls[n].chunk)
+            self.own.write(x, self.within, f"{named(func)} at {site()}")
 
     def overwrote(self, x: Tensor, was: Tensor) -> None:
         self.overwritten.append((x, was))
@@ -395,6 +335,7 @@ class _Rehearsal:
             self._use_kept(g.within, g.home)
         if g.light:
             self._use_leaves(g.leaves or frozenset())
+            self.light_uses.append((g, g.recipe, self.chunk))
         elif g.home != self.chunk:
             self._cross(g, func)
 
@@ -444,21 +385,23 @@ class _Rehearsal:
                 f"{list(g.form.shape)} computed in stage {g.home} that no layer was given. Pass it "
                 "to the layers as an argument, or compute it inside of them."
             )
-        found = _Crossing(g.known_as, g.made_as, g.home, g.spec, g)
+        found = Crossing(g.known_as, g.made_as, g.home, g.spec, g)
         self.crossing[self.chunk].setdefault(name, found)
         self.crossed.setdefault((self.chunk, g.memory), set()).add(name)
 
     def made(self, func: Any, out: Any, given: Any) -> None:
         """Outside of layers, what may have to be sent has a name."""
-        if self.written:
-            self._use_written(given, out)
+        for n in self.own.calls_in(func, given, out) - {self.within}:
+            self._use_kept(n, self.calls[n].chunk)
         for label, x in () if self.inside else self.between.labels(func, out):
             if type(x) is Ghost:
                 x.made = label, x.memory.version
 
     def hooked(self, x: Ghost) -> None:
         """Whoever makes a value has its hooks, and comes no further than to the next stage."""
-        if not x.light and x.home < self.chunk:
+        if x.light:
+            self.hooks.append((x, site()))
+        elif x.home < self.chunk:
             raise self._fail(
                 f"at {site()}, in stage {self.chunk} of a pipeline, a hook was given to a value of "
                 f"shape {list(x.form.shape)} that stage {x.home} has computed and passed on. Give "
@@ -518,16 +461,12 @@ class _Rehearsal:
         for alias in own.values():
             alias.maker, alias.label, alias.leaves, alias.recipe = self.chunk, None, None, None
         self._label(n, "out", new)
-        if self.writing:  # arguments are told below
-            here = {memory_id(x) for x in ins if _is_here(x)}
-            self.writing = [x for x in self.writing if x.memory not in here]
+        self.own.forget(ins)  # what is in its arguments now is told below
         writes = tuple(p for p, x in enumerate(ins) if version_of(x) != before[p])
         for p in writes:
             if type(ins[p]) is not Ghost:
                 self._elsewhere(ins[p])
-        for write in self.writing:
-            self.written.setdefault(write.memory, []).append(write)
-        self.writing = []
+        self.own.behind_layer()
         self.between.behind(n)
         self.calls[n] = replace(
             self.calls[n],
@@ -624,65 +563,6 @@ class _Rehearsal:
         if x.light:
             return x
         return ghost_like(x.form, x.device, x.maker, x.tracked, memory=x.memory)
-
-
-class _Crossing(NamedTuple):
-    """A value that a chunk has and another one needs: by where layers meet it, or what made it."""
-
-    known: Label | None
-    made: Label | None
-    home: int
-    spec: Spec
-    ghost: Ghost
-
-
-def _by_label(row: Mapping[Label, _Crossing]) -> dict[Label, tuple[int, Spec]]:
-    """What a chunk needs. Of ``norm(x)`` beside ``x`` it would make its own, if it were not to come
-    as soon as that is made."""
-    found: dict[Label, tuple[int, Spec]] = {}
-    for x in row.values():
-        others = {id(y.ghost.memory) for y in row.values() if y is not x}
-        first = x.known is None or (x.made is not None and _is_made_of(x.ghost, others))
-        label = x.made if first else x.known
-        assert label is not None
-        found.setdefault(label, (x.home, x.spec))
-    return found
-
-
-def _is_made_of(g: Ghost, memories: set[int]) -> bool:
-    """Whether there is one of these memories in what a ghost was made of between layers."""
-    rest, seen = [*g.of], set[int]()
-    while rest:
-        x = rest.pop()
-        if id(x) not in seen:
-            seen.add(id(x))
-            if type(x) is Ghost:
-                if id(x.memory) in memories:
-                    return True
-                rest += x.of
-    return False
-
-
-class _Written(NamedTuple):
-    """Where a call of a layer has written to memory: from one element to another."""
-
-    call: int
-    start: int
-    stop: int
-    memory: int
-    holder: Tensor
-
-
-def _is_here(x: Any) -> bool:
-    return isinstance(x, Tensor) and type(x) is not Ghost
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    """From which to which element of its memory a tensor goes."""
-    if x.layout is not torch.strided or x.numel() == 0:
-        return 0, 0
-    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return int(x.storage_offset()), int(x.storage_offset() + last + 1)
 
 
 def _no_rebuild(leaves: Sequence[Any]) -> NoReturn:

@@ -1,0 +1,67 @@
+"""Layers of a loss where their parameters are not: a call of one goes to what is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import optree
+
+from zfunc.engine.hooks import LayerInfo
+from zfunc.engine.primitives import Ref
+from zfunc.engine.step import Transform
+from zfunc.layout.layout import Layout
+from zfunc.rehearsal.ghosts import RUN
+from zfunc.trees.nodes import Tree
+
+__all__ = ["GhostRef", "Seam", "outer_tree"]
+
+
+class Seam(Transform):
+    """Sends layers through what is under way."""
+
+    def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
+        """A run decides what becomes of the layer."""
+
+        def through(*xs: Any, **kw: Any) -> Any:
+            run: Any = RUN.get()
+            return call(*xs, **kw) if run is None else run.layer(call, info, xs, kw)
+
+        return through
+
+
+class GhostRef(Ref):
+    """A layer's parameters where they are not."""
+
+    def __init__(self, layout: Layout, layer: int, params: Tree, differentiated: bool) -> None:
+        self.layout, self.span, self.layer = layout, layout.layers[layer], layer
+        self.params, self.differentiated = params, differentiated
+
+    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        return fn(self.params, *xs, **kw)
+
+    def force(self) -> Tree:
+        return self.params
+
+    def told(self, info: LayerInfo) -> LayerInfo:
+        return replace(info, key=(None, self.layer))
+
+    def __repr__(self) -> str:
+        return f"GhostRef({self.span.name})"
+
+
+def outer_tree(layout: Layout, layers: Sequence[Any], root: Mapping[int, Any]) -> Tree:
+    """The tree for a loss: something for each layer, and leaves outside of them by index."""
+    if not layout.layers and layout.spec.is_leaf():
+        return root.get(0)
+    items: list[Any] = []
+    at, k = 0, 0
+    while at < len(layout.slots) or k < len(layers):
+        if k < len(layers) and layout.layers[k].start == at:
+            items.append(layers[k])
+            at, k = layout.layers[k].stop, k + 1
+        else:
+            items.append(root.get(at))
+            at += 1
+    return optree.tree_unflatten(layout.outer, items)

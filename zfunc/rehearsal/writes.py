@@ -1,0 +1,161 @@
+"""Tensors that functions write to, and that are not made in the loss.
+
+In a rehearsal they get back what was in them. What a layer has written to only its stage knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from zfunc.rehearsal.ghosts import Ghost
+from zfunc.rehearsal.made_up import memory_id
+from zfunc.rehearsal.results import flattened
+
+__all__ = ["UsersTensors", "Write"]
+
+
+class Write(NamedTuple):
+    """Where a call of a layer has written to memory: from one element to another.
+
+    The memory is held, so that no other tensor has it.
+    """
+
+    call: int
+    start: int
+    stop: int
+    memory: int
+    storage: torch.UntypedStorage
+
+
+class UsersTensors:
+    """Tensors of the user's that functions write to, which get back what was in them.
+
+    Attributes:
+        written: by memory, which calls of layers have written to which part of it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.written: dict[int, list[Write]] = {}
+        self._writing: list[Write] = []  # of the layer that runs
+        self._outside: list[tuple[ref[Tensor], str]] = []
+
+    def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Before a function of tensors is called, what it may write to is copied; what it writes to
+        is returned."""
+        found = [x for x in _targets(func, args, kwargs) if _has_numbers(x)]
+        for x in found:
+            whole = x if x._base is None else x._base
+            if id(whole) not in self._kept:
+                self._kept[id(whole)] = whole, whole.detach().clone()
+        return [] if func is Tensor.numpy else found
+
+    def write(self, x: Tensor, call: int, at: str) -> None:
+        """A function writes to a tensor.
+
+        Args:
+            call: of the layer that runs, or -1.
+            at: where, for messages.
+        """
+        if call >= 0:
+            self._writing.append(Write(call, *_span(x), memory_id(x), x.untyped_storage()))
+        else:
+            self._outside.append((ref(x if x._base is None else x._base), at))
+
+    @property
+    def written_outside(self) -> str:
+        """Where a tensor was written to outside of layers, if that is still there: then it is not
+        the loss's own."""
+        return next((at for x, at in self._outside if x() is not None), "")
+
+    def forget(self, given: Sequence[Any]) -> None:
+        """The layer that runs may have written to these, its arguments."""
+        if self._writing:
+            here = {memory_id(x) for x in given if _has_numbers(x)}
+            self._writing = [x for x in self._writing if x.memory not in here]
+
+    def behind_layer(self) -> None:
+        """A layer has returned."""
+        for x in self._writing:
+            self.written.setdefault(x.memory, []).append(x)
+        self._writing = []
+
+    def calls_in(self, func: Any, given: Any, out: Any) -> set[int]:
+        """The layers that have written to what a function was given, if it uses that.
+
+        Args:
+            func: the function; a property is no use.
+            given: its arguments.
+            out: what it gave; one that gives a view has not looked at numbers.
+        """
+        if not self.written or func is Tensor.untyped_storage or _is_property(func):
+            return set()
+        used = [x for x in flattened(given)[0] if _has_numbers(x)]
+        own = set(map(id, used))
+        views = {memory_id(x) for x in flattened(out)[0] if _has_numbers(x) and id(x) not in own}
+        return {
+            write.call
+            for x in used
+            if (key := memory_id(x)) not in views
+            for write in self.written.get(key, ())
+            if write.start < _span(x)[1] and _span(x)[0] < write.stop
+        }
+
+    def restore(self) -> None:
+        """What was written to is as before."""
+        for x, was in self._kept.values():
+            if type(x) is not Ghost:  # numbers that were made up are gone
+                x.data.copy_(was)
+        self._kept.clear()
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """From which to which element of its memory a tensor goes."""
+    if x.layout is not torch.strided or x.numel() == 0:
+        return 0, 0
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return int(x.storage_offset()), int(x.storage_offset() + last + 1)
+
+
+def _is_property(func: Any) -> bool:
+    return getattr(func, "__name__", "") == "__get__"
+
+
+def _has_numbers(x: Any) -> bool:
+    if not isinstance(x, Tensor) or type(x) is Ghost:
+        return False
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return x.layout == torch.strided and not (x.is_meta or wrapped)
+
+
+def _targets(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """What a function may write to."""
+    name, out = getattr(func, "__name__", ""), kwargs.get("out")
+    if out is not None:
+        return [*out] if isinstance(out, tuple | list) else [out]
+    if name in ("batch_norm", "instance_norm"):
+        first = 3 if func is torch.batch_norm or func is torch.instance_norm else 1
+        named = [kwargs.get("running_mean"), kwargs.get("running_var")]
+        return [*args[first : first + 2], *named] if kwargs.get("training", True) else []
+    if name == "embedding":
+        return [*args[1:2]] if kwargs.get("max_norm") is not None else []
+    if args and (kwargs.get("inplace") or _is_in_place(func, name)):
+        return [*args[0]] if isinstance(args[0], tuple | list) else [args[0]]
+    return []
+
+
+def _is_in_place(func: Any, name: str) -> bool:
+    """``add_``, ``+=``, ``x[i] = ...``, ``x.data = ...``, and perhaps through ``x.numpy()``."""
+    if name.startswith("__"):
+        return name in _WRITING or func == _SET_DATA
+    return name.endswith("_") or name == "numpy"
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_NAMES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+_WRITING = {"__setitem__", *(f"__i{name}__" for name in (*_NAMES, "lshift", "rshift"))}
