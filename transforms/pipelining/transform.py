@@ -252,7 +252,8 @@ class Pipeline(Meshed):
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
         own: dict[int, Tensor] = running.notes[NAME]
         if self.group.size == 1:
-            return lambda asked: accumulated(call, running, asked, self.microbatches, own)
+            n, by = self.microbatches, f"pipeline(..., {self.microbatches})"
+            return lambda asked: accumulated(call, running, asked, n, own, by)
 
         def run(asked: Gradients) -> Any:
             if RUN.get() is not None:
