@@ -357,3 +357,25 @@ def test_buffers_are_refused_on_all_ranks() -> None:
 
     with pytest.raises(zf.CompositionError, match="buffers"):
         zf.simulate(2)(body)()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_cannot_be_cut_is_said_of_pipeline(world: int) -> None:
+    def body() -> None:
+        step = zf.pipeline(zf.train_step(stack_loss, TX), 5, pipe=world)
+        with pytest.raises(
+            zf.CompositionError, match=r"^pipeline\(\.\.\., 5\) cannot cut batch\.x of 24"
+        ):
+            step(step.place(zf.TrainState.create(stack(), TX)), rows(0))
+
+    zf.simulate(world)(body)()
+
+
+def test_place_asks_how_many_are_stages() -> None:
+    step = zf.pipeline(zf.train_step(stack_loss, TX), 4)
+
+    def body() -> None:
+        with pytest.raises(zf.CompositionError, match="pipeline over how many of the 2 ranks"):
+            step.place(zf.TrainState.create(stack(), TX))
+
+    zf.simulate(2)(body)()

@@ -46,6 +46,7 @@ from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.transforms.accumulation import accumulated
 from zfunc.transforms.microbatches import own_leaves
 from zfunc.transforms.of_params import of_params
+from zfunc.transforms.pipelining.assignment import agree, check_owners, followed
 from zfunc.transforms.pipelining.description import balanced_by, described, predicts
 from zfunc.transforms.pipelining.evaluation import can_be_staged, evaluated, predicted
 from zfunc.transforms.pipelining.gradients import pipelined
@@ -167,6 +168,22 @@ class Pipeline(Meshed):
         rows = list(zip(self.plan.rank_of, weights, strict=True)) if weights else []
         return tuple(sum(n for rank, n in rows if rank == k) for k in range(self.group.size))
 
+    def agree(self) -> None:
+        """Raise if ranks were given other arguments; a collective of all ranks of the mesh.
+
+        Raises:
+            PlacementError: they were; names the arguments.
+        """
+        partition = ("partition", repr(self.partition))
+        example = ("example", "given" if self.by_example else "not asked for")
+        told = [*followed(self.schedule, self.plan), partition, example]
+        agree(group(self.mesh, laid_out(self.mesh).names), told)
+
+    @property
+    def followed(self) -> str:
+        """The arguments that each call follows."""
+        return "; ".join(f"{what} {value}" for what, value in followed(self.schedule, self.plan))
+
     @property
     def by_example(self) -> bool:
         """Whether parts are balanced by the work on an example."""
@@ -214,6 +231,7 @@ class Pipeline(Meshed):
         return read_files(params, known(self.applied, params), choose=self.choose)
 
     def place(self, state: Any) -> Any:
+        _ = self.group  # raises where nobody said how many stages there are
         state = self.read(state) if self.of_params else state
         placed = state if self.shard is None else self.shard.place(state)
         if not self.of_params or isinstance(placed, Placed | Box):
@@ -227,6 +245,8 @@ class Pipeline(Meshed):
     def check(self, state: Any) -> None:
         if self.shard is not None:
             self.shard.check(state)
+        if self.group.size > 1:
+            check_owners(state, self.plan.rank_of)
 
     # One call
 
