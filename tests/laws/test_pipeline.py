@@ -379,3 +379,22 @@ def test_place_asks_how_many_are_stages() -> None:
             step.place(zf.TrainState.create(stack(), TX))
 
     zf.simulate(2)(body)()
+
+
+@pytest.mark.parametrize("axis", ["data", "replica", "tensor", "foo", 3])
+@pytest.mark.parametrize("how", [{"pipe": 2}, {"mesh": zf.mesh(data=2, pipe=2)}])
+def test_axes_that_are_not_of_stages_are_refused(axis: Any, how: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"here may be \['pipe'\]"):
+        zf.pipeline(zf.train_step(stack_loss, TX), 4, axis=axis, **how)
+
+
+@pytest.mark.parametrize("partition", [3, None, {0: 3}, "flop", [0.0, 3]])
+def test_what_is_no_partition_is_refused(partition: Any) -> None:
+    with pytest.raises(zf.CompositionError, match='expected "flops", "parameters", or the layers'):
+        zf.pipeline(zf.train_step(stack_loss, TX), 4, pipe=2, partition=partition)
+
+
+def test_what_is_no_mesh_is_refused() -> None:
+    wrong: Any = {"pipe": 2}
+    with pytest.raises(TypeError, match="pipeline takes a mesh"):
+        zf.pipeline(zf.train_step(stack_loss, TX), 4, mesh=wrong)

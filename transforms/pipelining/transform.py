@@ -38,7 +38,7 @@ from zfunc.modules.functional import Functional
 from zfunc.quant.model_files import known, read_files
 from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group
-from zfunc.ranks.meshes import Mesh, laid_out
+from zfunc.ranks.meshes import ORDER, Mesh, laid_out
 from zfunc.ranks.world import world_size
 from zfunc.rehearsal.ghosts import RUN
 from zfunc.schedules.catalogue import schedule as made
@@ -351,7 +351,8 @@ def pipeline(
     ``predict.place(params)`` takes the full parameters, or the path of safetensors files, of which
     each rank reads its stage's leaves alone. ``predict(params, ids)`` runs stage by stage, and all
     ranks get what it returns; caches among it stay where they are, and are ``None``.
-    ``zf.generate`` takes the placed parameters, too.
+    ``zf.generate`` takes the placed parameters, too. Such a function computes each row by itself,
+    since microbatches are rows: no mean over the batch, no BatchNorm that is training.
 
     Args:
         microbatches: into how many parts a batch is cut; in inference at most, where all tensors
@@ -372,17 +373,34 @@ def pipeline(
         A :class:`~zfunc.Step`. Every stage passes the same rows of a batch (``step.local_batch``).
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a number that is not positive; an axis along which there are no stages.
+        TypeError: a mesh that is none.
         CompositionError: the step has a pipeline already, or accumulates beside it; a partition
             that is none.
         ScheduleError: a schedule that cannot run.
         PlacementError: when a state is placed: it has fewer layers than there are parts, or ranks
-            were given other examples.
+            were given other arguments, or examples.
     """
     for name, value in (("microbatches", microbatches), ("chunks", chunks), ("pipe", pipe or 1)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
+    _check_axis(axis, mesh)
     if isinstance(schedule, Schedule):
         schedule.check()  # on one rank, too, where nobody follows it
     how = (microbatches, schedule, chunks, check_partition(partition), pipe, mesh, axis, example)
     return Pipeline(*how)
+
+
+def _check_axis(axis: Any, mesh: Any) -> None:
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh={mesh!r}: pipeline takes a mesh, mesh=zf.mesh(data=2, pipe=2), or pipe=2 alone."
+        )
+    others = {*ORDER} - {"pipe"}
+    names = ["pipe"] if mesh is None else [x for x in mesh.names if x not in others]
+    if axis not in names:
+        raise ValueError(
+            f"axis={axis!r}: stages lie along an axis of their own, and here may be {names}: ranks "
+            "along 'data' and 'replica' have other rows, and along 'tensor' parts of each layer. "
+            "Leave axis out, and give pipe=2, or mesh=zf.mesh(data=2, pipe=2)."
+        )
