@@ -94,21 +94,27 @@ class Accumulate(Transform):
 
 
 def accumulated(
-    call: Differentiate, running: Context, asked: Gradients, n: int, own: dict[int, Tensor]
+    call: Differentiate,
+    running: Context,
+    asked: Gradients,
+    n: int,
+    own: dict[int, Tensor],
+    by: str = "",
 ) -> tuple[tuple[Tensor, Any], Any]:
     """``((loss, aux), grads)`` of a batch in n microbatches, one after the other.
 
     Args:
         call: differentiates one.
         own: the tensors of the state, which are no part of a batch.
+        by: what cuts it, for messages, if that is not ``accumulate``.
     """
     losses = Losses(communication(running).everyone, n)
 
     def parts() -> Iterator[Arguments]:
-        for i, part in enumerate(microbatches(asked, n, own, exact=True)):
+        for i, part in enumerate(microbatches(asked, n, own, exact=True, by=by)):
             yield part
             if losses.count is None and i == 0:
-                next(microbatches(asked, n, own))  # raises where the mean of means is no mean
+                next(microbatches(asked, n, own, by=by))  # raises where that is no mean
 
     return averaged(call, running, asked, parts(), losses)
 

@@ -31,7 +31,11 @@ def own_leaves(state: Any) -> dict[int, Tensor]:
 
 
 def microbatches(
-    asked: Gradients, n: int, own: dict[int, Tensor], exact: bool = False
+    asked: Gradients,
+    n: int,
+    own: dict[int, Tensor],
+    exact: bool = False,
+    by: str = "",
 ) -> Iterator[Arguments]:
     """``(args, kwargs)`` of each of n microbatches.
 
@@ -40,11 +44,13 @@ def microbatches(
         n: number of microbatches.
         own: what belongs to the state and is passed whole.
         exact: whether the mean over uneven ones is right, too.
+        by: what cuts, for messages: ``accumulate(n=...)`` if nothing is said.
 
     Raises:
         CompositionError: there is nothing to cut, or it cannot be cut evenly; names the
             argument and the leaf.
     """
+    by = by or f"accumulate(n={n})"
     given = list(zip(_names(asked), [*asked.args, *asked.kwargs.values()], strict=True))
     batch: dict[int, tuple[str, Any]] = {}
     folded: set[int] = set()
@@ -61,13 +67,13 @@ def microbatches(
                     folded.add(i)
             elif not (is_plain(x) or isinstance(x, Placed | Lazy) or callable(x)):
                 raise CompositionError(
-                    f"accumulate(n={n}) cannot cut {dotted(name, *path)}, {described(x)}. {WAYS}"
+                    f"{by} cannot cut {dotted(name, *path)}, {described(x)}. {WAYS}"
                 )
-    rows = _rows(list(batch.values()), n, exact, given)
+    rows = _rows(list(batch.values()), n, exact, given, by)
     for name, value in given:
         for path, x in mislaid(value, rows) if name != "buffers" else ():
             raise CompositionError(
-                f"accumulate(n={n}) cannot cut {dotted(name, *path)}, {described(x)}, as long as "
+                f"{by} cannot cut {dotted(name, *path)}, {described(x)}, as long as "
                 f"the batch has rows ({rows}). {WAYS}"
             )
     cuts = even_cuts(rows, n)
@@ -100,12 +106,14 @@ def _called_key(name: str, x: Tensor) -> bool:
     return name.endswith("key") and x.ndim == 0 and x.dtype == torch.int64
 
 
-def _rows(batch: list[tuple[str, Any]], n: int, exact: bool, given: list[tuple[str, Any]]) -> int:
+def _rows(
+    batch: list[tuple[str, Any]], n: int, exact: bool, given: list[tuple[str, Any]], by: str
+) -> int:
     """How many rows the batch has."""
     if not batch:
         met = ", ".join(f"{name} is {described(value)}" for name, value in given)
         raise CompositionError(
-            f"accumulate(n={n}) found no batch: the loss has no tensor of one or more dimensions "
+            f"{by} found no batch: the loss has no tensor of one or more dimensions "
             f"among its arguments behind the parameters ({met or 'there are none'}). Pass the "
             "batch to it, zf.value_and_grad(loss_fn)(params, batch), instead of closing over it."
         )
@@ -113,13 +121,13 @@ def _rows(batch: list[tuple[str, Any]], n: int, exact: bool, given: list[tuple[s
     for path, x in batch:
         if len(x) != size:
             raise CompositionError(
-                f"accumulate(n={n}) cuts tensors along dim 0: {first} has {size} rows there and "
+                f"{by} cuts tensors along dim 0: {first} has {size} rows there and "
                 f"{path} has {len(x)}, expected as many. Let the loss close over what is no part "
                 "of the batch, or keep it in the state."
             )
     if size < n or (size % n and not exact):
         raise CompositionError(
-            f"accumulate(n={n}) cannot cut {first} of {size} rows into {n} equal microbatches. "
+            f"{by} cannot cut {first} of {size} rows into {n} equal microbatches. "
             f"Give each rank a multiple of {n} rows, or let the loss return zf.Mean(total, count), "
             "which is exact for uneven ones (of at least one row each)."
         )

@@ -74,6 +74,13 @@ class Staged(Protocol):
     def stages(self, params: Tree, ranks: Group) -> Stages:
         """Which of some ranks have which leaves of a params tree."""
 
+    def agree(self) -> None:
+        """Raise if ranks were given other arguments; a collective."""
+
+    @property
+    def followed(self) -> str:
+        """The arguments that each call follows."""
+
     def read(self, params: Any) -> Tree:
         """Params of which each rank has read what it needs, where files are given."""
 
@@ -237,6 +244,8 @@ class Shard(Meshed):
         )
 
     def place(self, state: Any) -> Any:
+        if self.staged is not None:
+            self.staged.agree()  # before anything follows from them
         if self.of_tree:
             state = state if self.staged is None else self.staged.read(state)
             check_same(self.deciding, {"params": state})
@@ -353,7 +362,8 @@ class Shard(Meshed):
     # One call
 
     def guard(self, call: Callable[..., Any], state: Any, args: Any, kwargs: Any) -> Any:
-        return with_same_rows(self.mesh, self.averages, call, state, args, kwargs)
+        beside = "" if self.staged is None else self.staged.followed
+        return with_same_rows(self.mesh, self.averages, call, state, args, kwargs, beside)
 
     def configure(self, running: Context, state: Any) -> None:
         over = communication(running)

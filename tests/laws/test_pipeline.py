@@ -357,3 +357,44 @@ def test_buffers_are_refused_on_all_ranks() -> None:
 
     with pytest.raises(zf.CompositionError, match="buffers"):
         zf.simulate(2)(body)()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_cannot_be_cut_is_said_of_pipeline(world: int) -> None:
+    def body() -> None:
+        step = zf.pipeline(zf.train_step(stack_loss, TX), 5, pipe=world)
+        with pytest.raises(
+            zf.CompositionError, match=r"^pipeline\(\.\.\., 5\) cannot cut batch\.x of 24"
+        ):
+            step(step.place(zf.TrainState.create(stack(), TX)), rows(0))
+
+    zf.simulate(world)(body)()
+
+
+def test_place_asks_how_many_are_stages() -> None:
+    step = zf.pipeline(zf.train_step(stack_loss, TX), 4)
+
+    def body() -> None:
+        with pytest.raises(zf.CompositionError, match="pipeline over how many of the 2 ranks"):
+            step.place(zf.TrainState.create(stack(), TX))
+
+    zf.simulate(2)(body)()
+
+
+@pytest.mark.parametrize("axis", ["data", "replica", "tensor", "foo", 3])
+@pytest.mark.parametrize("how", [{"pipe": 2}, {"mesh": zf.mesh(data=2, pipe=2)}])
+def test_axes_that_are_not_of_stages_are_refused(axis: Any, how: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"here may be \['pipe'\]"):
+        zf.pipeline(zf.train_step(stack_loss, TX), 4, axis=axis, **how)
+
+
+@pytest.mark.parametrize("partition", [3, None, {0: 3}, "flop", [0.0, 3]])
+def test_what_is_no_partition_is_refused(partition: Any) -> None:
+    with pytest.raises(zf.CompositionError, match='expected "flops", "parameters", or the layers'):
+        zf.pipeline(zf.train_step(stack_loss, TX), 4, pipe=2, partition=partition)
+
+
+def test_what_is_no_mesh_is_refused() -> None:
+    wrong: Any = {"pipe": 2}
+    with pytest.raises(TypeError, match="pipeline takes a mesh"):
+        zf.pipeline(zf.train_step(stack_loss, TX), 4, mesh=wrong)

@@ -378,3 +378,17 @@ def test_a_debugger_stops_on_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     trained(loss, stack())
     assert len(stops) == 2 * 6 * 4 * 2 and {kind for _, kind in stops} == {Tensor}
     assert builtins.print is before and sys.breakpointhook is stop and pdb.set_trace is stop
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_stop_iteration_says_where_it_was_raised(at: int) -> None:
+    def empty(p: Any, x: Tensor) -> Tensor:
+        return x * next(iter([])) if x.abs().max() > 0.5 else block(p, x)
+
+    found = errors(step_of(empty, at), 2)
+    its = found.pop(at // 3)
+    assert isinstance(its, StopIteration)
+    assert isinstance(found[0], zf.errors.DesyncError)
+    found.append(its)
+    assert all(f"layer blocks.{at}" in str(error) for error in found)
+    assert all(f"stage {at // 3} of the pipeline" in str(error) for error in found)

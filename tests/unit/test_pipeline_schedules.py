@@ -347,6 +347,8 @@ def test_two_ranks_that_wait_for_each_other_are_both_named() -> None:
         (lambda: Schedule(("a",), 1, ((),)), "rank_of is"),
         (lambda: one_rank(("F", 0)), "no action"),  # type: ignore[arg-type]
         (lambda: one_rank(("F", 0.5, 0)), "no action"),  # type: ignore[arg-type]
+        (lambda: Schedule((0,), 1, 3), "actions is 3"),  # type: ignore[arg-type]
+        (lambda: Schedule((0,), 1, (None,)), "actions is"),  # type: ignore[arg-type]
         (lambda: gpipe(0, 1), "ranks is 0"),
         (lambda: zb(2, 0), "microbatches is 0"),
         (lambda: zbv(2, -1), "microbatches is -1"),
@@ -407,6 +409,8 @@ def test_what_is_held_between_i_and_w() -> None:
     assert made.in_flight(between=1.5) == (2.0, 3.0)
     assert made.in_flight(between=0.0) == (2.0, 1.0)
     assert gpipe(2, 3).in_flight(between=7.0) == (3.0, 3.0)
+    with pytest.raises(TypeError, match="between='X': expected a number"):
+        made.in_flight("X")  # type: ignore[arg-type]
 
 
 # --- pictures ---

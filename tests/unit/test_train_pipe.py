@@ -76,6 +76,10 @@ def test_what_a_run_says_of_its_stages(
         ("--pipe 2 --ranks 2 --compress int8", "--compress int8 with --pipe 2"),
         ("--pipe 2 --ranks 2 --offload disk", "--offload disk with --pipe 2"),
         ("--pipe 2 --ranks 2 --batch 12", "expected a multiple of 8, such as 16"),
+        (
+            "--schedule zbv --ranks 2",
+            "--schedule zbv without stages, which it is for: give --pipe 2",
+        ),
         ("--pipe 2 --schedule 1b1f", "invalid choice: '1b1f'"),
     ],
 )

@@ -129,11 +129,12 @@ class _Step(PipelineStage):
         own: dict[int, Tensor],
     ) -> None:
         self.asked, n = asked, schedule.microbatches
-        batches = list(microbatches(asked, n, own, exact=True))
+        by = f"pipeline(..., {n})"
+        batches = list(microbatches(asked, n, own, exact=True, by=by))
         where = schedule.rank_of, schedule.actions, ranks, ("loss", running.asked)
         super().__init__(running, asked.loss_fn, asked.params, batches, *where)
         if not isinstance(self._returned()[0], Mean):
-            next(microbatches(asked, n, own))  # raises where the mean of means is no mean
+            next(microbatches(asked, n, own, by=by))  # raises where the mean of means is no mean
         self.call = running.differentiated
         running.differentiated += n
         self.losses = Losses(communication(running).everyone, n)

@@ -157,9 +157,9 @@ def check_partition(partition: Any) -> Partition:
     Raises:
         CompositionError: it is none.
     """
-    if partition in ("flops", "parameters"):
-        return str(partition)
-    cuts = () if isinstance(partition, str) else tuple(partition)
+    if isinstance(partition, str) and partition in ("flops", "parameters"):
+        return partition
+    cuts = tuple(partition) if isinstance(partition, Sequence) else ()
     if not cuts or not all(type(x) is int for x in cuts):
         raise CompositionError(
             f'partition={partition!r}: expected "flops", "parameters", or the layers at which '

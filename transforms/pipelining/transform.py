@@ -38,7 +38,7 @@ from zfunc.modules.functional import Functional
 from zfunc.quant.model_files import known, read_files
 from zfunc.ranks.axes import alone, group
 from zfunc.ranks.comm import Group
-from zfunc.ranks.meshes import Mesh, laid_out
+from zfunc.ranks.meshes import ORDER, Mesh, laid_out
 from zfunc.ranks.world import world_size
 from zfunc.rehearsal.ghosts import RUN
 from zfunc.schedules.catalogue import schedule as made
@@ -46,6 +46,7 @@ from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.transforms.accumulation import accumulated
 from zfunc.transforms.microbatches import own_leaves
 from zfunc.transforms.of_params import of_params
+from zfunc.transforms.pipelining.assignment import agree, check_owners, followed
 from zfunc.transforms.pipelining.description import balanced_by, described, predicts
 from zfunc.transforms.pipelining.evaluation import can_be_staged, evaluated, predicted
 from zfunc.transforms.pipelining.gradients import pipelined
@@ -167,6 +168,22 @@ class Pipeline(Meshed):
         rows = list(zip(self.plan.rank_of, weights, strict=True)) if weights else []
         return tuple(sum(n for rank, n in rows if rank == k) for k in range(self.group.size))
 
+    def agree(self) -> None:
+        """Raise if ranks were given other arguments; a collective of all ranks of the mesh.
+
+        Raises:
+            PlacementError: they were; names the arguments.
+        """
+        partition = ("partition", repr(self.partition))
+        example = ("example", "given" if self.by_example else "not asked for")
+        told = [*followed(self.schedule, self.plan), partition, example]
+        agree(group(self.mesh, laid_out(self.mesh).names), told)
+
+    @property
+    def followed(self) -> str:
+        """The arguments that each call follows."""
+        return "; ".join(f"{what} {value}" for what, value in followed(self.schedule, self.plan))
+
     @property
     def by_example(self) -> bool:
         """Whether parts are balanced by the work on an example."""
@@ -214,6 +231,7 @@ class Pipeline(Meshed):
         return read_files(params, known(self.applied, params), choose=self.choose)
 
     def place(self, state: Any) -> Any:
+        _ = self.group  # raises where nobody said how many stages there are
         state = self.read(state) if self.of_params else state
         placed = state if self.shard is None else self.shard.place(state)
         if not self.of_params or isinstance(placed, Placed | Box):
@@ -227,6 +245,8 @@ class Pipeline(Meshed):
     def check(self, state: Any) -> None:
         if self.shard is not None:
             self.shard.check(state)
+        if self.group.size > 1:
+            check_owners(state, self.plan.rank_of)
 
     # One call
 
@@ -252,7 +272,8 @@ class Pipeline(Meshed):
     def differentiate(self, call: Differentiate, running: Context) -> Differentiate:
         own: dict[int, Tensor] = running.notes[NAME]
         if self.group.size == 1:
-            return lambda asked: accumulated(call, running, asked, self.microbatches, own)
+            n, by = self.microbatches, f"pipeline(..., {self.microbatches})"
+            return lambda asked: accumulated(call, running, asked, n, own, by)
 
         def run(asked: Gradients) -> Any:
             if RUN.get() is not None:
@@ -330,7 +351,8 @@ def pipeline(
     ``predict.place(params)`` takes the full parameters, or the path of safetensors files, of which
     each rank reads its stage's leaves alone. ``predict(params, ids)`` runs stage by stage, and all
     ranks get what it returns; caches among it stay where they are, and are ``None``.
-    ``zf.generate`` takes the placed parameters, too.
+    ``zf.generate`` takes the placed parameters, too. Such a function computes each row by itself,
+    since microbatches are rows: no mean over the batch, no BatchNorm that is training.
 
     Args:
         microbatches: into how many parts a batch is cut; in inference at most, where all tensors
@@ -351,17 +373,34 @@ def pipeline(
         A :class:`~zfunc.Step`. Every stage passes the same rows of a batch (``step.local_batch``).
 
     Raises:
-        ValueError: a number that is not positive.
+        ValueError: a number that is not positive; an axis along which there are no stages.
+        TypeError: a mesh that is none.
         CompositionError: the step has a pipeline already, or accumulates beside it; a partition
             that is none.
         ScheduleError: a schedule that cannot run.
         PlacementError: when a state is placed: it has fewer layers than there are parts, or ranks
-            were given other examples.
+            were given other arguments, or examples.
     """
     for name, value in (("microbatches", microbatches), ("chunks", chunks), ("pipe", pipe or 1)):
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
+    _check_axis(axis, mesh)
     if isinstance(schedule, Schedule):
         schedule.check()  # on one rank, too, where nobody follows it
     how = (microbatches, schedule, chunks, check_partition(partition), pipe, mesh, axis, example)
     return Pipeline(*how)
+
+
+def _check_axis(axis: Any, mesh: Any) -> None:
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh={mesh!r}: pipeline takes a mesh, mesh=zf.mesh(data=2, pipe=2), or pipe=2 alone."
+        )
+    others = {*ORDER} - {"pipe"}
+    names = ["pipe"] if mesh is None else [x for x in mesh.names if x not in others]
+    if axis not in names:
+        raise ValueError(
+            f"axis={axis!r}: stages lie along an axis of their own, and here may be {names}: ranks "
+            "along 'data' and 'replica' have other rows, and along 'tensor' parts of each layer. "
+            "Leave axis out, and give pipe=2, or mesh=zf.mesh(data=2, pipe=2)."
+        )

@@ -127,7 +127,7 @@ def _add_transforms(group: Any) -> None:
     option("--pipe", stages, type=positive, metavar="P", default=Run.pipe)
     names = tuple(SCHEDULES)
     option("--schedule", "what stages do when", choices=names, default=Run.schedule)
-    parts = "microbatches of the stages; by default 4 for each stage"
+    parts = "microbatches of a step; with --pipe by default 4 for each stage"
     option("--microbatches", parts, type=positive, metavar="N")
     tiers = ("none", "cpu", "disk")
     option("--offload", "where the state lives", choices=tiers, default=Run.offload)
@@ -204,6 +204,11 @@ def _microbatches(found: argparse.Namespace) -> int | None:
         ValueError: there are more parts of the model than blocks, or what else asks for something
             that stages do not have.
     """
+    if found.pipe == 1 and found.schedule != Run.schedule:
+        raise ValueError(
+            f"--schedule {found.schedule} without stages, which it is for: give --pipe 2, or leave "
+            "it out."
+        )
     if found.pipe == 1 and found.microbatches is None:
         return None
     if found.accumulate > 1:

@@ -49,7 +49,13 @@ Call = Callable[[Any, Any, Any], Any]
 
 
 def with_same_rows(
-    on: Mesh | None, averaged: Sequence[str], call: Call, state: Any, args: Any, kwargs: Any
+    on: Mesh | None,
+    averaged: Sequence[str],
+    call: Call,
+    state: Any,
+    args: Any,
+    kwargs: Any,
+    beside: str = "",
 ) -> Any:
     """``call(state, args, kwargs)``, with the same arguments on all ranks that share work.
 
@@ -59,6 +65,7 @@ def with_same_rows(
     Args:
         averaged: axes of the mesh along which ranks may have other rows; others than ``tensor``
             and ``pipe`` they may have other rows along in any case.
+        beside: what else has to be the same on all: arguments of ``pipeline``.
 
     Raises:
         PlacementError: the arguments differ; on all ranks.
@@ -68,7 +75,7 @@ def with_same_rows(
     watch = _watch(on, tuple(x for x in on.names if x not in SHARED or x in averaged))
     if watch.busy or watch.ways == 1:
         return call(state, args, kwargs)
-    with watch.over(args, kwargs):
+    with watch.over(args, kwargs, beside):
         return call(state, args, kwargs)
 
 
@@ -131,10 +138,10 @@ class _Watch:
         return self.mesh.size(self.averaged) if self.averaged else 1
 
     @contextmanager
-    def over(self, args: Any, kwargs: Any) -> Iterator[None]:
+    def over(self, args: Any, kwargs: Any, beside: str) -> Iterator[None]:
         """Around one call with these arguments."""
         self._raise_if_known()
-        kinds, digest = _digest((args, kwargs))
+        kinds, digest = _digest((args, kwargs), beside)
         sums = group(self.mesh, self.mesh.names).all_reduce(self._row(digest), label=LABEL)
         if kinds not in self.known:
             if found := int(self._differ(sums)):
@@ -202,9 +209,10 @@ class _Watch:
         ranks = f"ranks along {' and '.join(map(repr, names))} of {self.mesh} work together on the "
         if found & ROWS:
             return PlacementError(
-                f"{ranks}same rows of a batch, but some were given other arguments for the step. "
-                "Give them all step.local_batch(global_batch), which cuts over data and replica "
-                "alone, and draw what is random by a key that they share."
+                f"{ranks}same rows of a batch, but some were given other arguments for the step, "
+                "or of pipeline. Give them all step.local_batch(global_batch), which cuts over "
+                "data and replica alone, draw what is random by a key that they share, and wrap "
+                "the step alike."
             )
         return PlacementError(
             f"{ranks}same rows of a batch, and the call before this one gave them other losses: "
@@ -214,9 +222,9 @@ class _Watch:
         )
 
 
-def _digest(given: Any) -> tuple[str, Tensor]:
+def _digest(given: Any, beside: str) -> tuple[str, Tensor]:
     """What the leaves of a tree are made of, and one digest of their values, 0-d int64."""
-    kinds: list[str] = []
+    kinds = [beside] if beside else []
     found: list[Tensor] = []
     whole = xxhash.xxh3_64()
     for path, x in leaves_of(given):

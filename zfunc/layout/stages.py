@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from zfunc.layout.layout import ALIGN, Layout
 from zfunc.ranks.comm import Group
 
-__all__ = ["Stages", "cuts_among", "ranks_of_chunks", "spread"]
+__all__ = ["Stages", "cuts_among", "owners_of_chunks", "ranks_of_chunks", "spread"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,23 @@ def ranks_of_chunks(layout: Layout) -> tuple[int, ...] | None:
     Stages are ranks of the first axis over which such a tree is cut, and the others those over
     which a stage's part of it is.
     """
+    found = owners_of_chunks(layout)
+    chunks = range(max(unit.chunk for unit in layout.units) + 1) if found else ()
+    return tuple(found[k] for k in chunks) if found and len(found) == len(chunks) else None
+
+
+def owners_of_chunks(layout: Layout) -> dict[int, int]:
+    """Which stage has each chunk that has elements; nothing of a tree without stages."""
+    key = "owners of chunks"
+    if key not in layout._memo:
+        layout._memo[key] = _owners(layout)
+    found: dict[int, int] = layout._memo[key]
+    return found
+
+
+def _owners(layout: Layout) -> dict[int, int]:
     if layout.axis == () or layout.mesh is None or not any(unit.chunk for unit in layout.units):
-        return None
+        return {}
     axis = layout.axis if isinstance(layout.axis, str) else layout.axis[0]
     members, found = layout.ranks.members, dict[int, int]()
     for unit in layout.units:
@@ -56,8 +71,7 @@ def ranks_of_chunks(layout: Layout) -> tuple[int, ...] | None:
         holder = next((i for i in range(len(cuts) - 1) if cuts[i + 1] > cuts[i]), None)
         if holder is not None:
             found[unit.chunk] = layout.mesh.coordinates(members[holder])[axis]
-    chunks = range(max(unit.chunk for unit in layout.units) + 1)
-    return tuple(found[k] for k in chunks) if len(found) == len(chunks) else None
+    return found
 
 
 def cuts_among(layout: Layout, flat: int, ranks: Group) -> tuple[int, ...]:

@@ -50,7 +50,13 @@ def as_actions(rows: Any) -> tuple[tuple[Action, ...], ...]:
     Raises:
         ScheduleError: something is no triple of a kind and two whole numbers.
     """
-    return tuple(tuple(_as_action(x, rank) for x in row) for rank, row in enumerate(rows))
+    try:
+        found = [tuple(row) for row in rows]
+    except TypeError:
+        raise ScheduleError(
+            f"actions is {rows!r}: it has a row of actions for each rank, such as [('F', 0, 0)]"
+        ) from None
+    return tuple(tuple(_as_action(x, rank) for x in row) for rank, row in enumerate(found))
 
 
 def _as_action(found: Any, rank: int) -> Action:

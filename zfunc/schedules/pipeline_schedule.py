@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 
 from zfunc.schedules.actions import UNIT, Action, Cost, Crossings, Dependencies, MessageTime
@@ -136,7 +137,13 @@ class Schedule:
             between: how much of a chunk's part is held between I and W. With 1 the activations are
                 held until W. Gradients that I keeps for W come on top: with 1.5 they take half as
                 much as the activations. It is less than 1 where I frees more than it keeps.
+
+        Raises:
+            TypeError: it is no number.
         """
+        given: object = between
+        if not isinstance(given, Real):
+            raise TypeError(f"between={between!r}: expected a number, what is held from I to W.")
         share = self.ranks / self.chunks
         change = {"F": 1.0, "B": -1.0, "I": between - 1.0, "W": -between}
         peaks = []
