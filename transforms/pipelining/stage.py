@@ -119,9 +119,9 @@ class PipelineStage:
     def _check_writes(self) -> None:
         """A loss that counts in a tensor of the user's would do so once for each chunk."""
         many = max(self.rank_of.count(rank) for rank in self.rank_of)
-        if many > 1 and (writes := self.plans[0].writes):
+        if many > 1 and (written := [plan.writes for plan in self.plans if plan.writes]):
             raise CompositionError(
-                f"{writes}, outside the layers, writes to a tensor of yours, and would do so once "
+                f"{written[0]}, outside the layers, writes to a tensor of yours, and would do so once "
                 f"for each of the {many} chunks of a stage. Do it inside a layer, or take a "
                 'schedule with one chunk per stage, "1f1b".'
             )
