@@ -132,6 +132,21 @@ def checkpointed(p: Any, batch: Any) -> Tensor:
     )
 
 
+def checkpointed_pairs(p: Any, batch: Any) -> Tensor:
+    """Regions of two layers and what is between them; a cut is in one, or where one begins."""
+    layers = [*p["blocks"], *p["more"]]
+
+    def pair(x: Tensor, i: int) -> Tensor:
+        for each in layers[i : i + 2]:
+            x = x + zf.layer(layer, each, x) * 0.5
+        return x
+
+    x = layer(p["first"], batch["x"])
+    for i in range(0, len(layers), 2):
+        x = checkpoint(pair, x, i, use_reentrant=False)
+    return end(x, batch)
+
+
 def detached(p: Any, batch: Any) -> Tensor:
     x = zf.scan(layer, p["blocks"], batch["x"])
     x = zf.scan(layer, p["more"], x.detach() * x)
@@ -233,7 +248,7 @@ RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, struc
 RIGHT += [written_in_place, a_layer_that_does_not_run, sums_of_early_values]
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
 RIGHT += [without_gradients, noise_like_a_view, gradients_that_are_not_linear]
-RIGHT += [compiled_between_layers, containers_that_come_back]
+RIGHT += [compiled_between_layers, checkpointed_pairs, containers_that_come_back]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # dynamo's

@@ -31,6 +31,7 @@ from zfunc.rehearsal.ghosts import (
     form_of,
     ghost_leaves,
     ghost_like,
+    holders,
     in_function,
     named,
     settle,
@@ -131,6 +132,11 @@ def _recording() -> AbstractContextManager[None]:
     return torch.inference_mode(False)
 
 
+def _unleaved(x: Tensor) -> Tensor:
+    """The same memory, and no view for autograd: it may be written to, which a leaf may not."""
+    return torch.ops.aten._unsafe_view(x, x.shape) if x.requires_grad else x.detach()
+
+
 def _hooks_of(x: Tensor) -> set[int]:
     return set() if type(x) is Ghost else {*(x._backward_hooks or ())}
 
@@ -169,7 +175,7 @@ class ChunkRun:
     ) -> None:
         self.plan, self.chunk, self.receive, self.enter_roots = plan, chunk, receive, enter_roots
         self.send = send
-        self.active, self.within, self.over = False, -1, False
+        self.active, self.within, self.over, self.finished = False, -1, False, False
         self.route = plan.route(chunk)
         self.roots: dict[int, Any] = ghost_leaves(
             plan.layout, plan.device, plan.compute, plan.layout.root_leaves
@@ -247,7 +253,9 @@ class ChunkRun:
             if not self.last or self.next < len(self.plan.calls):
                 raise self._differs(f"the loss returned when it was the turn of {self._expected()}")
             self._give()
-        return self._result(out) if self.last else None
+        result = self._result(out) if self.last else None
+        self.finished = True
+        return result
 
     def _give(self) -> None:
         if lacking := self.route.gives - self.outs.keys():
@@ -270,7 +278,7 @@ class ChunkRun:
     # --- what operations tell ---
 
     def used(self, func: Any, ghosts: Sequence[Ghost], light: bool, below: bool) -> bool:
-        if not self.active:
+        if not self.active or self.finished:  # what backward runs again has been looked at
             return False
         for g in ghosts:
             self._make(g, below)
@@ -342,7 +350,10 @@ class ChunkRun:
             return call(*xs, **kw)
         plan = self.plan.calls[n]
         if n < self.next and (plan.chunk == self.chunk or n in self.skipped):  # in backward
-            return call(*xs, **kw) if plan.chunk == self.chunk else self.skipped[n]
+            if plan.chunk != self.chunk:
+                return self.skipped[n]
+            self._come_again(n, flattened((xs, kw))[0])
+            return call(*xs, **kw)
         if self.over:
             raise Done
         ins, _ = flattened((xs, kw))
@@ -559,8 +570,13 @@ class ChunkRun:
                 came.requires_grad_()
                 self.taken.append((x, set()))
             self.inputs[label] = came
-            # The same memory, and no view for autograd: it may be written to, a leaf may not.
-            new = (
-                torch.ops.aten._unsafe_view(came, came.shape) if spec.needs_grad else came.detach()
-            )
-            become(x, new)
+            # What autograd has kept already stays, and its gradient goes the way of what it is of.
+            if type(x) is Ghost or holders(x) == 1:
+                become(x, _unleaved(came))
+
+    def _come_again(self, n: int, leaves: Sequence[Any]) -> None:
+        """In a region that backward runs again values come again, where a layer meets them."""
+        for label in self.route.places.get((n, "in"), ()):
+            x = leaves[label[2]]
+            if label in self.inputs and type(x) is Ghost:
+                become(x, _unleaved(self.inputs[label]))

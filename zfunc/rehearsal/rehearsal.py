@@ -42,6 +42,7 @@ from zfunc.rehearsal.ghosts import (
     form_of,
     ghost_leaves,
     ghost_like,
+    holders,
     is_shared,
     named,
     settle,
@@ -541,7 +542,9 @@ class _Rehearsal:
             if x.light and x.recipe is not None:  # from here on it is a value of this chunk
                 self._use(x, "")
                 x.maker, x.leaves, x.recipe, x.made = self.chunk, None, None, None
-            if not x.light and x.known_as is None:
+            # What a region that backward runs again has kept is to come before that.
+            kept = holders(x) > 1 and x.made_as is not None
+            if not x.light and x.known_as is None and not kept:
                 x.label = (n, side, p), x.memory.version
 
     def _results(self, ins: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
