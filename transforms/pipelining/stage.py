@@ -121,8 +121,8 @@ class PipelineStage:
         many = max(self.rank_of.count(rank) for rank in self.rank_of)
         if many > 1 and (written := [plan.writes for plan in self.plans if plan.writes]):
             raise CompositionError(
-                f"{written[0]}, outside the layers, writes to a tensor of yours, and would do so once "
-                f"for each of the {many} chunks of a stage. Do it inside a layer, or take a "
+                f"{written[0]}, outside the layers, writes to a tensor of yours, and would do so "
+                f"once for each of the {many} chunks of a stage. Do it inside a layer, or take a "
                 'schedule with one chunk per stage, "1f1b".'
             )
 
