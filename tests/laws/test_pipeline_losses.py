@@ -6,6 +6,7 @@ Nothing in between: each of these ran somewhere else in a pipeline than it looks
 from __future__ import annotations
 
 import enum
+import functools
 import math
 from collections import UserDict
 from collections.abc import Callable
@@ -196,6 +197,37 @@ def containers_that_come_back(p: Any, batch: Any) -> Tensor:
     return end(x, batch) + sum(same["seen"])
 
 
+def containers_given_twice(p: Any, batch: Any) -> Tensor:
+    x, one, two, three = batch["x"], [1.0], {"a": p["s"]}, [batch["x"] * 5]
+    for each in (*p["blocks"], *p["more"]):
+        x, got = zf.layer(
+            lambda q, x, *given: (layer(q, x), given[2]), each, x, one, one, two, three
+        )
+        assert got is two
+    return end(x * got["a"], batch)
+
+
+@functools.cache
+def mask_of(n: int) -> Tensor:
+    mask = torch.empty(n, dtype=F64).fill_(1.0)
+    mask[n // 2 :] = 0.5
+    return mask
+
+
+def masks_that_are_kept(p: Any, batch: Any) -> Tensor:
+    """Tensors that the loss makes, in place: kept in a cache, or its own."""
+    mask_of.cache_clear()
+    places, kept = torch.arange(len(batch["x"])), dict[int, Tensor]()
+    places[places > 5] = 5
+
+    def fn(q: Any, x: Tensor) -> Tensor:
+        if 6 not in kept:
+            kept[6] = torch.zeros(6, dtype=F64).add_(2.0)
+        return layer(q, x) * mask_of(6) * kept[6]
+
+    return end(through(p, batch["x"] + p["first"]["w"][places], fn) * mask_of(6), batch)
+
+
 def compiled_between_layers(p: Any, batch: Any) -> Tensor:
     twice = torch.compile(lambda x: (x * 2 + 1) * 0.4, backend="eager")
     x, kept = batch["x"], []
@@ -248,6 +280,7 @@ RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, struc
 RIGHT += [written_in_place, a_layer_that_does_not_run, sums_of_early_values]
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
 RIGHT += [without_gradients, noise_like_a_view, gradients_that_are_not_linear]
+RIGHT += [containers_given_twice, masks_that_are_kept]
 RIGHT += [compiled_between_layers, checkpointed_pairs, containers_that_come_back]
 
 
@@ -518,6 +551,32 @@ def hooks_of_parameters(p: Any, batch: Any) -> Tensor:
     return end(through(p, batch["x"], lambda q, x: layer(q, x) * scale), batch)
 
 
+def hooks_of_arguments(p: Any, batch: Any) -> Tensor:
+    p["s"].register_hook(torch.sign)
+    x = batch["x"]
+    for each in (*p["blocks"], *p["more"]):
+        x = zf.layer(lambda q, x, s: layer(q, x) * s, each, x, p["s"])
+    return end(x, batch)
+
+
+KEPT = torch.zeros(6, dtype=F64)
+
+
+def read_first_and_written_last(p: Any, batch: Any) -> Tensor:
+    """An average of what comes last, which the next microbatch begins with."""
+    x = through(p, batch["x"] - KEPT)
+    KEPT.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return end(x, batch)
+
+
+def read_by_the_first_layer(p: Any, batch: Any) -> Tensor:
+    x = batch["x"]
+    for each in (*p["blocks"], *p["more"]):
+        x = zf.layer(lambda q, x: layer(q, x) - KEPT, each, x)
+    last = p["more"][1]
+    return end(zf.layer(lambda q, x: layer(q, x) - KEPT.copy_(x.detach().mean(0)), last, x), batch)
+
+
 def writing_to_views_of_arguments(p: Any, batch: Any) -> Tensor:
     x, mask = batch["x"], torch.zeros_like(batch["x"])
     for each in (*p["blocks"], *p["more"]):
@@ -560,6 +619,9 @@ WRONG: list[tuple[Loss, str]] = [
     (filling(halves, lambda: np.ones(1)), FILLED),
     (filling(lambda kept, x: kept.add(len(kept)), set), FILLED),
     (hooks_of_parameters, "stages 0, 1 of the pipeline have a part of the gradient each"),
+    (hooks_of_arguments, "stages 0, 1 of the pipeline have a part of the gradient each"),
+    (read_first_and_written_last, "writes to a tensor that stage 0 reads, for the next"),
+    (read_by_the_first_layer, "writes to a tensor that stage 0 reads, for the next"),
     (a_table_of_layers, "a value that layer .* has kept"),
     (writing_to_views_of_arguments, r"let the layer return x\.clone\(\)"),
     (filling(renames, lambda: {"a": torch.zeros((), dtype=F64)}), FILLED),

@@ -63,14 +63,13 @@ def check_owners(state: Any, rank_of: Sequence[int]) -> None:
 
     At which layers chunks begin is no matter: calls find that in the state.
     """
-    found: dict[int, int] = {}
+    wanted, found, wrong = dict(enumerate(rank_of)), dict[int, int](), False
     for node in leaves_in(state, OPAQUE):
-        if isinstance(node, Readable) and node.layout.layers:
+        if isinstance(node, Readable) and node.layout.layers and not wrong:
             mine = owners_of_chunks(node.layout)
-            if any(found.setdefault(k, rank) != rank for k, rank in mine.items()):
-                break
-    rows = [found.get(k, rank) for k, rank in enumerate(rank_of)]
-    if found and (rows != list(rank_of) or max(found) + 1 != len(rank_of)):
+            found |= mine
+            wrong = any(wanted.get(k) != rank for k, rank in mine.items())
+    if wrong or (found and max(found) + 1 != len(rank_of)):
         theirs = [found.get(k, -1) for k in range(max(found) + 1)]
         raise PlacementError(
             f"this state was placed by another step: its chunks lie on the stages {theirs}, and "

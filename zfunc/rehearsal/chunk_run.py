@@ -37,7 +37,14 @@ from zfunc.rehearsal.ghosts import (
     settle,
 )
 from zfunc.rehearsal.plans import MADE, Called, Label, Rehearsed, Same, SameContainer, Spec
-from zfunc.rehearsal.results import flattened, is_array, replaced, structure
+from zfunc.rehearsal.results import (
+    are_alike,
+    containers,
+    flattened,
+    is_array,
+    replaced,
+    structure,
+)
 from zfunc.rehearsal.shapes import shape_with
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.values import is_same, is_value
@@ -243,7 +250,8 @@ class ChunkRun:
             RUN.reset(tokens[0])
             self.roots = {}
             for x, was in reversed(self.overwritten):
-                become(x, was)
+                if type(x) is Ghost:  # to others a value has come in the meantime
+                    become(x, was)
             self.overwritten.clear()
         if self.error is not None:
             raise self.error
@@ -420,7 +428,7 @@ class ChunkRun:
             raise self._differs(
                 f"layer {plan.name} returned {len(outs)} values, and not {len(plan.results)}"
             )
-        if structure(out) != plan.structure:
+        if not are_alike(structure(out), plan.structure):
             raise self._differs(f"layer {plan.name} returned them in other containers")
         for x, then in zip(outs, plan.results, strict=True):
             if not _stands(then, x):
@@ -454,7 +462,7 @@ class ChunkRun:
             running.layer_calls += plan.inside
         for p in plan.writes:
             self._written(ins[p], plan.chunk)
-        around = [*plan.whole((xs, kw)).values()]
+        around = containers((xs, kw)) if plan.returns_containers else []
         outs = [self._stands_for(x, plan.chunk, ins, around) for x in plan.results]
         self._meet(n, "out", outs)
         self.skipped[n] = plan.rebuild(outs)
@@ -473,7 +481,9 @@ class ChunkRun:
     def _written(self, x: Any, chunk: int) -> None:
         """An argument that the layer, which does not run here, would have written to."""
         if isinstance(x, Tensor) and type(x) is not Ghost and chunk < self.chunk:
-            become(x, ghost_like(form_of(x), x.device, chunk, x.requires_grad))
+            was = ghost_like(form_of(x), x.device, chunk, x.requires_grad)
+            become(x, was)
+            self.overwrote(x, was)
 
     def hooked(self, x: Ghost) -> None:
         """Where hooks may be given was found in the rehearsal."""
@@ -577,6 +587,6 @@ class ChunkRun:
     def _come_again(self, n: int, leaves: Sequence[Any]) -> None:
         """In a region that backward runs again values come again, where a layer meets them."""
         for label in self.route.places.get((n, "in"), ()):
-            x = leaves[label[2]]
+            x = leaves[label[2]] if label[2] < len(leaves) else None
             if label in self.inputs and type(x) is Ghost:
                 become(x, _unleaved(self.inputs[label]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zfunc.rehearsal.ghosts import Ghost, Recipe
@@ -20,6 +20,7 @@ class Crossing(NamedTuple):
     home: int
     spec: Spec
     ghost: Ghost
+    of: Sequence[Ghost]
 
 
 def by_label(row: Mapping[Label, Crossing]) -> dict[Label, tuple[int, Spec]]:
@@ -28,16 +29,16 @@ def by_label(row: Mapping[Label, Crossing]) -> dict[Label, tuple[int, Spec]]:
     found: dict[Label, tuple[int, Spec]] = {}
     for x in row.values():
         others = {id(y.ghost.memory) for y in row.values() if y is not x}
-        first = x.known is None or (x.made is not None and _is_made_of(x.ghost, others))
+        first = x.known is None or (x.made is not None and _is_made_of(x.of, others))
         label = x.made if first else x.known
         assert label is not None
         found.setdefault(label, (x.home, x.spec))
     return found
 
 
-def _is_made_of(g: Ghost, memories: set[int]) -> bool:
-    """Whether there is one of these memories in what a ghost was made of between layers."""
-    rest, seen = [*g.of], set[int]()
+def _is_made_of(ghosts: Sequence[Ghost], memories: set[int]) -> bool:
+    """Whether these, or what they were made of between layers, have one of the memories."""
+    rest, seen = [*ghosts], set[int]()
     while rest:
         x = rest.pop()
         if id(x) not in seen:

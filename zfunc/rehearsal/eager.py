@@ -52,10 +52,10 @@ def _enter() -> None:
     import torch
 
     with _lock:
-        _open += 1
-        if _open == 1:
+        if _open == 0:
             _before = torch.compiler.set_stance("force_eager")
             _before.__enter__()
+        _open += 1
 
 
 def _leave() -> None:

@@ -24,6 +24,7 @@ from zfunc.rehearsal.shapes import Arguments, Fresh, Given, Outcome, Shape, outc
 from zfunc.rehearsal.sites import site
 
 __all__ = [
+    "METADATA",
     "RULES",
     "RUN",
     "Ghost",
@@ -520,7 +521,6 @@ def _results(
         recipe = Recipe.of(func, args, kwargs, tensors, place) if light else None
         made = ghost_like(x.shape, device, chunk, needs, leaves, recipe, memory)
         made.within = -1 if run is None else run.within
-        made.of = () if made.within >= 0 else ghosts
         return made
 
     return found.results(make)

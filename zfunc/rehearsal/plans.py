@@ -82,9 +82,12 @@ class Called:
 
     def whole(self, given: Any) -> dict[int, Any]:
         """By id the containers among its arguments, if it returns one of them."""
-        if not any(type(x) is SameContainer for x in self.results):
-            return {}
-        return {id(x): x for x in containers(given)}
+        return {id(x): x for x in containers(given)} if self.returns_containers else {}
+
+    @cached_property
+    def returns_containers(self) -> bool:
+        """Whether it returns a list, dict or record that it was given."""
+        return any(type(x) is SameContainer for x in self.results)
 
 
 @dataclass(frozen=True, eq=False)

@@ -167,6 +167,8 @@ class _Rehearsal:
         leaves = ghost_leaves(self.layout, self.device, running.compute, every)
         tree = outer_tree(self.layout, self._refs(leaves), leaves)
         given, copies = _copied((args, kwargs))
+        for x in copies:
+            self.own.own(x)
         own = OwnCopies()
         tokens = context.push(_beside(running)), RUN.set(self), CALLED.set(own.of)
         try:
@@ -206,11 +208,13 @@ class _Rehearsal:
         try:
             yield
         finally:
-            for x, was in reversed(self.overwritten):
-                become(x, was)
-            if self.made_up is not None:
-                self.made_up.forget_marks()
-            self.own.restore()
+            try:
+                for x, was in reversed(self.overwritten):
+                    become(x, was)
+            finally:
+                if self.made_up is not None:
+                    self.made_up.forget_marks()
+                self.own.restore()
 
     def _located(self, error: Exception) -> Exception:
         """An error of a layer says which one it is; all ranks have the same."""
@@ -243,14 +247,23 @@ class _Rehearsal:
                 "pipeline. Let it write to a copy: x.clone()."
             )
         for x, at in self.hooks:
-            chunks = {k for g, recipe, k in self.light_uses if g is x or is_made_by(recipe, x)}
+            chunks = {
+                k
+                for g, recipe, k in self.light_uses
+                if (recipe is None and g.memory is x.memory) or g is x or is_made_by(recipe, x)
+            }
             if len(chunks) > 1:
                 raise CompositionError(
                     f"at {at} a hook was given to a value made of parameters, of which stages "
                     f"{', '.join(map(str, sorted(chunks)))} of the pipeline have a part of the "
-                    "gradient each. Change the whole gradient behind value_and_grad, or give the "
-                    "value to layers as an argument."
+                    "gradient each. Change the whole gradient behind value_and_grad."
                 )
+        if self.chunks > 1 and (found := self.own.stale()):
+            raise CompositionError(
+                f"{found[0].at}, in stage {found[0].chunk} of a pipeline, writes to a tensor that "
+                f"stage {found[1]} reads, for the next microbatch: it would find the old numbers "
+                "there. Let one layer read and write it."
+            )
         lacking = set(range(self.chunks)) - {call.chunk for call in self.calls}
         if lacking and self.layout.layers:
             k = min(lacking)
@@ -298,7 +311,7 @@ class _Rehearsal:
                 f"{self.chunk} of a pipeline, writes to a value of an earlier one, stage {x.home}. "
                 "Let it give a new tensor: x = x + y."
             )
-        if x.memory.is_here:
+        if x.memory.is_here and self.chunks > 1:
             raise self._view_written(func)
         if len(self.crossed.get((self.chunk, x.memory), ())) > 1:
             raise self._fail(
@@ -318,9 +331,9 @@ class _Rehearsal:
     def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Before a function of tensors is called: what it may write to."""
         for x in self.own.keep(func, args, kwargs):
-            if memory_id(x) in self.viewed:
+            if memory_id(x) in self.viewed and self.chunks > 1:
                 raise self._view_written(func)
-            self.own.write(x, self.within, f"{named(func)} at {site()}")
+            self.own.write(x, self.within, self.chunk, f"{named(func)} at {site()}")
 
     def overwrote(self, x: Tensor, was: Tensor) -> None:
         self.overwritten.append((x, was))
@@ -386,7 +399,7 @@ class _Rehearsal:
                 f"{list(g.form.shape)} computed in stage {g.home} that no layer was given. Pass it "
                 "to the layers as an argument, or compute it inside of them."
             )
-        found = Crossing(g.known_as, g.made_as, g.home, g.spec, g)
+        found = Crossing(g.known_as, g.made_as, g.home, g.spec, g, g.of)
         self.crossing[self.chunk].setdefault(name, found)
         self.crossed.setdefault((self.chunk, g.memory), set()).add(name)
 
@@ -394,9 +407,12 @@ class _Rehearsal:
         """Outside of layers, what may have to be sent has a name."""
         for n in self.own.calls_in(func, given, out) - {self.within}:
             self._use_kept(n, self.calls[n].chunk)
+        self.own.use(func, given, self.chunk)
+        self.own.made(given, out, self.within)
         for label, x in () if self.inside else self.between.labels(func, out):
             if type(x) is Ghost:
                 x.made = label, x.memory.version
+                x.of = [g for g in flattened(given)[0] if type(g) is Ghost and g is not x]
 
     def hooked(self, x: Ghost) -> None:
         """Whoever makes a value has its hooks, and comes no further than to the next stage."""
@@ -440,6 +456,7 @@ class _Rehearsal:
         around = containers((xs, kw))
         if own:
             xs, kw = remake([own.get(id(x), x) for x in ins])
+        inner = containers((xs, kw))
         before, shown = [version_of(x) for x in ins], _shown(xs, kw)
         running = context.current()
         assert running is not None
@@ -456,11 +473,12 @@ class _Rehearsal:
             raise self._changes(n)
         unmark(ins)  # what is in its arguments now is told below
         given = {id(alias): x for x in ins if (alias := own.get(id(x))) is not None}
-        given |= {id(x): was for x, was in zip(containers((xs, kw)), around, strict=True)}
+        given |= {id(x): was for x, was in zip(inner, around, strict=True)}
         outs, rebuild = flattened(out, whole=given)
         new = self._results(ins, [given.get(id(x), x) for x in outs])
         for alias in own.values():
             alias.maker, alias.label, alias.leaves, alias.recipe = self.chunk, None, None, None
+            alias.of = ()
         self._label(n, "out", new)
         self.own.forget(ins)  # what is in its arguments now is told below
         writes = tuple(p for p, x in enumerate(ins) if version_of(x) != before[p])

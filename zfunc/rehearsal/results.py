@@ -22,6 +22,7 @@ from zfunc.trees.nodes import OPAQUE
 
 __all__ = [
     "Rebuild",
+    "are_alike",
     "containers",
     "fields_of",
     "flattened",
@@ -82,12 +83,24 @@ def replaced(tree: Any, new: Callable[[Tensor], Any]) -> Any:
 
 
 def structure(tree: Any) -> Any:
-    """What is equal for trees that ``flattened`` puts together alike."""
+    """How a tree is put together, for ``are_alike``."""
     if isinstance(tree, Tensor):
         return None
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=OPAQUE)
     records = [(type(x), dict(_items(x))) for x in leaves if _is_record(x, ())]
-    return spec, *((kind, *own, structure([*own.values()])) for kind, own in records)
+    return spec, [(kind, [*own], structure([*own.values()])) for kind, own in records]
+
+
+def are_alike(one: Any, other: Any) -> bool:
+    """Whether two structures have the same types and names at the same places."""
+    if one is None or other is None:
+        return one is other
+    (spec, records), (spec_too, records_too) = one, other
+    if spec != spec_too and spec.accessors() != spec_too.accessors():  # a defaultdict's function
+        return False
+    return len(records) == len(records_too) and all(
+        a[:2] == b[:2] and are_alike(a[2], b[2]) for a, b in zip(records, records_too, strict=True)
+    )
 
 
 def containers(tree: Any) -> list[Any]:
@@ -102,7 +115,8 @@ def containers(tree: Any) -> list[Any]:
     leaves = optree.tree_leaves(tree, seen, none_is_leaf=True, namespace=OPAQUE)
     for x in leaves:
         if _is_record(x, ()):
-            found.append(x)
+            if not isinstance(x, dict):  # or it was seen above
+                found.append(x)
             found += containers([value for _, value in _items(x)])[1:]
     return found
 
@@ -138,9 +152,10 @@ def _seen_into(
 ) -> tuple[list[Any], Rebuild]:
     """The leaves of a dataclass or a kind of dict, and how another is made with other ones."""
     items = dict(_items(record))
+    names = list(items)
     leaves, rebuild = flattened(list(items.values()), leaf, whole)
-    empty = _with(record, dict.fromkeys(items))
-    return leaves, lambda new: _with(empty, dict(zip(items, rebuild(new), strict=True)))
+    empty = _with(record, dict.fromkeys(names))
+    return leaves, lambda new: _with(empty, dict(zip(names, rebuild(new), strict=True)))
 
 
 def _with(record: Any, values: Mapping[Any, Any]) -> Any:

@@ -35,9 +35,12 @@ def is_same(x: Any, then: Any) -> bool:
         return repr(x) == repr(then)
     if is_array(x):
         return x.dtype == then.dtype and x.shape == then.shape and x.tobytes() == then.tobytes()
-    if x == then or not hasattr(x, "__dict__") or getattr(type(x), "__eq__", None) != _UNEQUAL:
-        return bool(x == then)
-    was, own = vars(then), vars(x)
+    if getattr(type(x), "__eq__", None) != _UNEQUAL or isinstance(x, torch.dtype):
+        try:
+            return bool(x == then)
+        except (RuntimeError, TypeError, ValueError):  # as of a table
+            return True
+    was, own = getattr(then, "__dict__", {}), getattr(x, "__dict__", {})
     same = all(is_same(y, was.get(name)) for name, y in own.items() if is_value(y))
     return same and getattr(x, "__code__", None) == getattr(then, "__code__", None)
 

@@ -1,18 +1,18 @@
 """Tensors that functions write to, and that are not made in the loss.
 
 In a rehearsal they get back what was in them. What a layer has written to only its stage knows.
+What is made in the loss is marked, with the layer that has made it: the loss may keep it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 
-from zfunc.rehearsal.ghosts import Ghost
+from zfunc.rehearsal.ghosts import METADATA, Ghost
 from zfunc.rehearsal.made_up import memory_id
 from zfunc.rehearsal.results import flattened
 
@@ -26,6 +26,8 @@ class Write(NamedTuple):
     """
 
     call: int
+    chunk: int
+    at: str
     start: int
     stop: int
     memory: int
@@ -37,41 +39,90 @@ class UsersTensors:
 
     Attributes:
         written: by memory, which calls of layers have written to which part of it.
+        outside: what was written to outside of layers.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         self.written: dict[int, list[Write]] = {}
+        self.outside: list[Write] = []
         self._writing: list[Write] = []  # of the layer that runs
-        self._outside: list[tuple[ref[Tensor], str]] = []
+        self._token = object()
+        self._used: dict[tuple[int, int, int, int], torch.UntypedStorage] = {}
+
+    def made(self, given: Any, out: Any, call: int) -> None:
+        """A function has given something: what is no part of the user's memory is the loss's own.
+
+        Args:
+            given: its arguments.
+            out: what it gave.
+            call: of the layer that runs, or -1.
+        """
+        new = [x for x in flattened(out)[0] if _has_numbers(x)]
+        if not new:
+            return
+        theirs = {memory_id(x) for x in flattened(given)[0] if _has_numbers(x) and not self._own(x)}
+        for x in new:
+            if not self._own(x) and memory_id(x) not in theirs:
+                self.own(x, call)
+
+    def own(self, x: Tensor, call: int = -1) -> None:
+        """A tensor is the loss's own, made by a call of a layer, or outside."""
+        x.__dict__[_MADE] = self._token, call
+
+    def _own(self, x: Tensor) -> bool:
+        return x.__dict__.get(_MADE, (None,))[0] is self._token
 
     def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """Before a function of tensors is called, what it may write to is copied; what it writes to
         is returned."""
         found = [x for x in _targets(func, args, kwargs) if _has_numbers(x)]
         for x in found:
+            if self._own(x):
+                continue
             whole = x if x._base is None else x._base
             if id(whole) not in self._kept:
                 self._kept[id(whole)] = whole, whole.detach().clone()
         return [] if func is Tensor.numpy else found
 
-    def write(self, x: Tensor, call: int, at: str) -> None:
+    def write(self, x: Tensor, call: int, chunk: int, at: str) -> None:
         """A function writes to a tensor.
 
         Args:
             call: of the layer that runs, or -1.
+            chunk: whose layers run.
             at: where, for messages.
         """
-        if call >= 0:
-            self._writing.append(Write(call, *_span(x), memory_id(x), x.untyped_storage()))
-        else:
-            self._outside.append((ref(x if x._base is None else x._base), at))
+        if self._own(x) and (call < 0 or x.__dict__[_MADE][1] == call):
+            return
+        write = Write(call, chunk, at, *_span(x), memory_id(x), x.untyped_storage())
+        (self.outside if call < 0 else self._writing).append(write)
+
+    def use(self, func: Any, given: Any, chunk: int) -> None:
+        """A function uses tensors of the user's, whose numbers a later microbatch may find
+        changed."""
+        if func in METADATA or func is Tensor.untyped_storage or _is_property(func):
+            return
+        for x in flattened(given)[0]:
+            if _has_numbers(x) and not self._own(x):
+                self._used[memory_id(x), chunk, *_span(x)] = x.untyped_storage()
 
     @property
     def written_outside(self) -> str:
-        """Where a tensor was written to outside of layers, if that is still there: then it is not
-        the loss's own."""
-        return next((at for x, at in self._outside if x() is not None), "")
+        """Where the loss writes to a tensor of the user's outside layers. An array's memory is the
+        batch's own."""
+        return next((write.at for write in self.outside if write.storage.resizable()), "")
+
+    def stale(self) -> tuple[Write, int] | None:
+        """What is written to in one chunk and read by another one that cannot know, in the next
+        microbatch: the write, and the reader."""
+        inside = [write for row in self.written.values() for write in row]
+        for write in (*inside, *self.outside):
+            for memory, chunk, start, stop in self._used:
+                before = chunk < write.chunk if write.call < 0 else chunk != write.chunk
+                if memory == write.memory and before and start < write.stop and write.start < stop:
+                    return write, chunk
+        return None
 
     def forget(self, given: Sequence[Any]) -> None:
         """The layer that runs may have written to these, its arguments."""
@@ -93,7 +144,9 @@ class UsersTensors:
             given: its arguments.
             out: what it gave; one that gives a view has not looked at numbers.
         """
-        if not self.written or func is Tensor.untyped_storage or _is_property(func):
+        if not self.written or func in METADATA or _is_property(func):
+            return set()
+        if func is Tensor.untyped_storage:
             return set()
         used = [x for x in flattened(given)[0] if _has_numbers(x)]
         own = set(map(id, used))
@@ -141,7 +194,9 @@ def _targets(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
     if name in ("batch_norm", "instance_norm"):
         first = 3 if func is torch.batch_norm or func is torch.instance_norm else 1
         named = [kwargs.get("running_mean"), kwargs.get("running_var")]
-        return [*args[first : first + 2], *named] if kwargs.get("training", True) else []
+        direct = args[5] if first == 3 and len(args) > 5 else True
+        writes = kwargs.get("training", kwargs.get("use_input_stats", direct))
+        return [*args[first : first + 2], *named] if writes else []
     if name == "embedding":
         return [*args[1:2]] if kwargs.get("max_norm") is not None else []
     if args and (kwargs.get("inplace") or _is_in_place(func, name)):
@@ -153,7 +208,12 @@ def _is_in_place(func: Any, name: str) -> bool:
     """``add_``, ``+=``, ``x[i] = ...``, ``x.data = ...``, and perhaps through ``x.numpy()``."""
     if name.startswith("__"):
         return name in _WRITING or func == _SET_DATA
-    return name.endswith("_") or name == "numpy"
+    return (name.endswith("_") and name not in _ABOUT) or name == "numpy"
+
+
+_MADE = "_zfunc_made_in"
+"""The name under which a tensor has who marked it, and the call of a layer that made it."""
+_ABOUT = {"requires_grad_", "detach_", "rename_", "share_memory_"}  # these leave the numbers
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
