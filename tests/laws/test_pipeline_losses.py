@@ -551,6 +551,17 @@ def hooks_of_parameters(p: Any, batch: Any) -> Tensor:
     return end(through(p, batch["x"], lambda q, x: layer(q, x) * scale), batch)
 
 
+def a_memo_of_the_first_layer(p: Any, batch: Any) -> Tensor:
+    kept: dict[str, Tensor] = {}
+
+    def fn(q: Any, x: Tensor) -> Tensor:
+        if "first" not in kept:
+            kept["first"] = x.tanh()
+        return layer(q, x) + kept["first"]
+
+    return end(through(p, batch["x"], fn), batch)
+
+
 def hooks_of_arguments(p: Any, batch: Any) -> Tensor:
     p["s"].register_hook(torch.sign)
     x = batch["x"]
@@ -622,6 +633,7 @@ WRONG: list[tuple[Loss, str]] = [
     (hooks_of_arguments, "stages 0, 1 of the pipeline have a part of the gradient each"),
     (read_first_and_written_last, "writes to a tensor that stage 0 reads, for the next"),
     (read_by_the_first_layer, "writes to a tensor that stage 0 reads, for the next"),
+    (a_memo_of_the_first_layer, "a value that layer .* has kept"),
     (a_table_of_layers, "a value that layer .* has kept"),
     (writing_to_views_of_arguments, r"let the layer return x\.clone\(\)"),
     (filling(renames, lambda: {"a": torch.zeros((), dtype=F64)}), FILLED),

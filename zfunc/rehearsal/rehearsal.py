@@ -461,14 +461,14 @@ class _Rehearsal:
         running = context.current()
         assert running is not None
         counted = running.layer_calls
-        self.within = n
+        self.within, self.own.arguments = n, set(map(id, ins))
         try:
             out = call(*xs, **kw) if self.made_up is None else self._on_numbers(call, xs, kw)
         except Exception:
             self.failed = n
             raise
         finally:
-            self.within = -1
+            self.within, self.own.arguments = -1, set()
         if self.chunks > 1 and _shown(xs, kw) != shown:
             raise self._changes(n)
         unmark(ins)  # what is in its arguments now is told below

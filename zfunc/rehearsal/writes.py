@@ -40,6 +40,7 @@ class UsersTensors:
     Attributes:
         written: by memory, which calls of layers have written to which part of it.
         outside: what was written to outside of layers.
+        arguments: the ids of those of the layer that runs.
     """
 
     def __init__(self) -> None:
@@ -48,6 +49,7 @@ class UsersTensors:
         self.outside: list[Write] = []
         self._writing: list[Write] = []  # of the layer that runs
         self._token = object()
+        self.arguments: set[int] = set()
         self._used: dict[tuple[int, int, int, int], torch.UntypedStorage] = {}
 
     def made(self, given: Any, out: Any, call: int) -> None:
@@ -61,17 +63,23 @@ class UsersTensors:
         new = [x for x in flattened(out)[0] if _has_numbers(x)]
         if not new:
             return
-        theirs = {memory_id(x) for x in flattened(given)[0] if _has_numbers(x) and not self._own(x)}
+        of = [x for x in flattened(given)[0] if _has_numbers(x)]
+        theirs = {memory_id(x) for x in of if not self._own(x)}
+        known = call >= 0 and any(id(x) in self.arguments or self._mark(x)[2] for x in of)
         for x in new:
             if not self._own(x) and memory_id(x) not in theirs:
-                self.own(x, call)
+                self.own(x, call, known)
 
-    def own(self, x: Tensor, call: int = -1) -> None:
-        """A tensor is the loss's own, made by a call of a layer, or outside."""
-        x.__dict__[_MADE] = self._token, call
+    def own(self, x: Tensor, call: int = -1, of_arguments: bool = False) -> None:
+        """A tensor is the loss's own, made by a call of a layer, perhaps of its arguments."""
+        x.__dict__[_MADE] = self._token, call, of_arguments
+
+    def _mark(self, x: Tensor) -> tuple[object, int, bool]:
+        mark: tuple[object, int, bool] = x.__dict__.get(_MADE, _NOBODYS)
+        return mark if mark[0] is self._token else _NOBODYS
 
     def _own(self, x: Tensor) -> bool:
-        return x.__dict__.get(_MADE, (None,))[0] is self._token
+        return self._mark(x)[0] is self._token
 
     def keep(self, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
         """Before a function of tensors is called, what it may write to is copied; what it writes to
@@ -93,7 +101,7 @@ class UsersTensors:
             chunk: whose layers run.
             at: where, for messages.
         """
-        if self._own(x) and (call < 0 or x.__dict__[_MADE][1] == call):
+        if self._own(x) and (call < 0 or self._mark(x)[1] == call):
             return
         write = Write(call, chunk, at, *_span(x), memory_id(x), x.untyped_storage())
         (self.outside if call < 0 else self._writing).append(write)
@@ -137,21 +145,23 @@ class UsersTensors:
         self._writing = []
 
     def calls_in(self, func: Any, given: Any, out: Any) -> set[int]:
-        """The layers that have written to what a function was given, if it uses that.
+        """The layers that have made what a function was given of their arguments, or have written
+        to it, if it uses that.
 
         Args:
             func: the function; a property is no use.
             given: its arguments.
             out: what it gave; one that gives a view has not looked at numbers.
         """
-        if not self.written or func in METADATA or _is_property(func):
-            return set()
-        if func is Tensor.untyped_storage:
+        if func in METADATA or func is Tensor.untyped_storage or _is_property(func):
             return set()
         used = [x for x in flattened(given)[0] if _has_numbers(x)]
+        made = {mark[1] for x in used if (mark := self._mark(x))[2]}
+        if not self.written:
+            return made
         own = set(map(id, used))
         views = {memory_id(x) for x in flattened(out)[0] if _has_numbers(x) and id(x) not in own}
-        return {
+        return made | {
             write.call
             for x in used
             if (key := memory_id(x)) not in views
@@ -213,6 +223,7 @@ def _is_in_place(func: Any, name: str) -> bool:
 
 _MADE = "_zfunc_made_in"
 """The name under which a tensor has who marked it, and the call of a layer that made it."""
+_NOBODYS = (None, -1, False)
 _ABOUT = {"requires_grad_", "detach_", "rename_", "share_memory_"}  # these leave the numbers
 
 
