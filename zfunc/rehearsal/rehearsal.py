@@ -405,10 +405,8 @@ class _Rehearsal:
 
     def made(self, func: Any, out: Any, given: Any) -> None:
         """Outside of layers, what may have to be sent has a name."""
-        for n in self.own.calls_in(func, given, out) - {self.within}:
+        for n in self.own.called(func, given, out, self.within, self.chunk) - {self.within}:
             self._use_kept(n, self.calls[n].chunk)
-        self.own.use(func, given, self.chunk)
-        self.own.made(given, out, self.within)
         for label, x in () if self.inside else self.between.labels(func, out):
             if type(x) is Ghost:
                 x.made = label, x.memory.version

@@ -52,23 +52,51 @@ class UsersTensors:
         self.arguments: set[int] = set()
         self._used: dict[tuple[int, int, int, int], torch.UntypedStorage] = {}
 
-    def made(self, given: Any, out: Any, call: int) -> None:
-        """A function has given something: what is no part of the user's memory is the loss's own.
+    def called(self, func: Any, given: Any, out: Any, call: int, chunk: int) -> set[int]:
+        """A function was called. What it gives is the loss's own, if it is no part of the user's
+        memory.
 
         Args:
+            func: the function.
             given: its arguments.
             out: what it gave.
             call: of the layer that runs, or -1.
+            chunk: whose layers run.
+
+        Returns:
+            The layers that have made, of their arguments, what it uses, or have written to it.
         """
-        new = [x for x in flattened(out)[0] if _has_numbers(x)]
-        if not new:
-            return
         of = [x for x in flattened(given)[0] if _has_numbers(x)]
+        new = [x for x in flattened(out)[0] if _has_numbers(x)]
+        if new:
+            self._made(of, new, call)
+        if not of or func in METADATA or func is Tensor.untyped_storage or _is_property(func):
+            return set()
+        for x in of:
+            if not self._own(x):
+                self._used[memory_id(x), chunk, *_span(x)] = x.untyped_storage()
+        return self._calls_in(of, new)
+
+    def _made(self, of: Sequence[Tensor], new: Sequence[Tensor], call: int) -> None:
         theirs = {memory_id(x) for x in of if not self._own(x)}
         known = call >= 0 and any(id(x) in self.arguments or self._mark(x)[2] for x in of)
         for x in new:
             if not self._own(x) and memory_id(x) not in theirs:
                 self.own(x, call, known)
+
+    def _calls_in(self, used: Sequence[Tensor], new: Sequence[Tensor]) -> set[int]:
+        made = {mark[1] for x in used if (mark := self._mark(x))[2]}
+        if not self.written:
+            return made
+        own = set(map(id, used))
+        views = {memory_id(x) for x in new if id(x) not in own}  # to make one is no use of numbers
+        return made | {
+            write.call
+            for x in used
+            if (key := memory_id(x)) not in views
+            for write in self.written.get(key, ())
+            if write.start < _span(x)[1] and _span(x)[0] < write.stop
+        }
 
     def own(self, x: Tensor, call: int = -1, of_arguments: bool = False) -> None:
         """A tensor is the loss's own, made by a call of a layer, perhaps of its arguments."""
@@ -106,15 +134,6 @@ class UsersTensors:
         write = Write(call, chunk, at, *_span(x), memory_id(x), x.untyped_storage())
         (self.outside if call < 0 else self._writing).append(write)
 
-    def use(self, func: Any, given: Any, chunk: int) -> None:
-        """A function uses tensors of the user's, whose numbers a later microbatch may find
-        changed."""
-        if func in METADATA or func is Tensor.untyped_storage or _is_property(func):
-            return
-        for x in flattened(given)[0]:
-            if _has_numbers(x) and not self._own(x):
-                self._used[memory_id(x), chunk, *_span(x)] = x.untyped_storage()
-
     @property
     def written_outside(self) -> str:
         """Where the loss writes to a tensor of the user's outside layers. An array's memory is the
@@ -143,31 +162,6 @@ class UsersTensors:
         for x in self._writing:
             self.written.setdefault(x.memory, []).append(x)
         self._writing = []
-
-    def calls_in(self, func: Any, given: Any, out: Any) -> set[int]:
-        """The layers that have made what a function was given of their arguments, or have written
-        to it, if it uses that.
-
-        Args:
-            func: the function; a property is no use.
-            given: its arguments.
-            out: what it gave; one that gives a view has not looked at numbers.
-        """
-        if func in METADATA or func is Tensor.untyped_storage or _is_property(func):
-            return set()
-        used = [x for x in flattened(given)[0] if _has_numbers(x)]
-        made = {mark[1] for x in used if (mark := self._mark(x))[2]}
-        if not self.written:
-            return made
-        own = set(map(id, used))
-        views = {memory_id(x) for x in flattened(out)[0] if _has_numbers(x) and id(x) not in own}
-        return made | {
-            write.call
-            for x in used
-            if (key := memory_id(x)) not in views
-            for write in self.written.get(key, ())
-            if write.start < _span(x)[1] and _span(x)[0] < write.stop
-        }
 
     def restore(self) -> None:
         """What was written to is as before."""
