@@ -52,7 +52,7 @@ from zfunc.rehearsal.made_up import MadeUp, calls_in, memory_id, unmark, version
 from zfunc.rehearsal.own_copies import OwnCopies
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, SameContainer, Spec
 from zfunc.rehearsal.refs import GhostRef, Seam, outer_tree
-from zfunc.rehearsal.results import containers, flattened, is_array, structure
+from zfunc.rehearsal.results import containers, flattened, is_array, structure, tensors_in
 from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.work import Counting
@@ -142,7 +142,7 @@ class _Rehearsal:
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.between = Between()
         self.own = UsersTensors()
-        self.light_uses: list[tuple[Ghost, Recipe | None, int]] = []
+        self.light_uses: dict[tuple[int, int], tuple[Ghost, Recipe | None]] = {}  # by chunk
         self.hooks: list[tuple[Ghost, str]] = []  # of what is made of parameters, and where
         self.viewed: dict[int, Tensor] = {}  # by memory: what layers have returned views of
         self.crossed: dict[tuple[int, GhostMemory], set[Label]] = {}
@@ -249,7 +249,7 @@ class _Rehearsal:
         for x, at in self.hooks:
             chunks = {
                 k
-                for g, recipe, k in self.light_uses
+                for (_, k), (g, recipe) in self.light_uses.items()
                 if (recipe is None and g.memory is x.memory) or g is x or is_made_by(recipe, x)
             }
             if len(chunks) > 1:
@@ -349,7 +349,7 @@ class _Rehearsal:
             self._use_kept(g.within, g.home)
         if g.light:
             self._use_leaves(g.leaves or frozenset())
-            self.light_uses.append((g, g.recipe, self.chunk))
+            self.light_uses[id(g), self.chunk] = g, g.recipe
         elif g.home != self.chunk:
             self._cross(g, func)
 
@@ -410,7 +410,7 @@ class _Rehearsal:
         for label, x in () if self.inside else self.between.labels(func, out):
             if type(x) is Ghost:
                 x.made = label, x.memory.version
-                x.of = [g for g in flattened(given)[0] if type(g) is Ghost and g is not x]
+                x.of = [g for g in tensors_in(given) if type(g) is Ghost and g is not x]
 
     def hooked(self, x: Ghost) -> None:
         """Whoever makes a value has its hooks, and comes no further than to the next stage."""

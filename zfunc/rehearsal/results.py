@@ -30,6 +30,7 @@ __all__ = [
     "own",
     "replaced",
     "structure",
+    "tensors_in",
 ]
 
 Rebuild = Callable[[Sequence[Any]], Any]
@@ -80,6 +81,21 @@ def replaced(tree: Any, new: Callable[[Tensor], Any]) -> Any:
     """The tree with each of its tensors replaced."""
     leaves, rebuild = flattened(tree)
     return rebuild([new(x) if isinstance(x, Tensor) else x for x in leaves])
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors that a function was given, or gave: most of them as they are."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if not isinstance(tree, tuple):
+        return [x for x in flattened(tree)[0] if isinstance(x, Tensor)]
+    found: list[Tensor] = []
+    for x in tree:
+        if isinstance(x, Tensor):
+            found.append(x)
+        elif isinstance(x, tuple | list | dict):
+            found += tensors_in(x)
+    return found
 
 
 def structure(tree: Any) -> Any:

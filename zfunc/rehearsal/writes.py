@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zfunc.rehearsal.ghosts import METADATA, Ghost
 from zfunc.rehearsal.made_up import memory_id
-from zfunc.rehearsal.results import flattened
+from zfunc.rehearsal.results import tensors_in
 
 __all__ = ["UsersTensors", "Write"]
 
@@ -66,8 +66,8 @@ class UsersTensors:
         Returns:
             The layers that have made, of their arguments, what it uses, or have written to it.
         """
-        of = [x for x in flattened(given)[0] if _has_numbers(x)]
-        new = [x for x in flattened(out)[0] if _has_numbers(x)]
+        of = [x for x in tensors_in(given) if _has_numbers(x)]
+        new = [x for x in tensors_in(out) if _has_numbers(x)]
         if new:
             self._made(of, new, call)
         if not of or func in METADATA or func is Tensor.untyped_storage or _is_property(func):
