@@ -246,6 +246,21 @@ class _Rehearsal:
                 "the loss writes to its batch in place, and would do so once for each stage of a "
                 "pipeline. Let it write to a copy: x.clone()."
             )
+        self._check_hooks()
+        if self.chunks > 1:
+            self._check_writes()
+        lacking = set(range(self.chunks)) - {call.chunk for call in self.calls}
+        if lacking and self.layout.layers:
+            k = min(lacking)
+            names = [self.layout.layers[i].name for i, c in enumerate(self.chunk_of) if c == k]
+            which = f"none of {', '.join(names[:5])}" if names else "no layer"
+            raise CompositionError(
+                f"stage {k} of the pipeline would have nothing to do: {which} runs in this loss. "
+                "Take fewer stages, or cut elsewhere."
+            )
+
+    def _check_hooks(self) -> None:
+        """One of what several stages make of parameters would be called on a part on each."""
         for x, at in self.hooks:
             chunks = {
                 k
@@ -258,20 +273,15 @@ class _Rehearsal:
                     f"{', '.join(map(str, sorted(chunks)))} of the pipeline have a part of the "
                     "gradient each. Change the whole gradient behind value_and_grad."
                 )
-        if self.chunks > 1 and (found := self.own.stale()):
+
+    def _check_writes(self) -> None:
+        """What one stage writes to tensors of the user's another one does not know."""
+        if found := self.own.stale():
+            write, reader = found
             raise CompositionError(
-                f"{found[0].at}, in stage {found[0].chunk} of a pipeline, writes to a tensor that "
-                f"stage {found[1]} reads, for the next microbatch: it would find the old numbers "
-                "there. Let one layer read and write it."
-            )
-        lacking = set(range(self.chunks)) - {call.chunk for call in self.calls}
-        if lacking and self.layout.layers:
-            k = min(lacking)
-            names = [self.layout.layers[i].name for i, c in enumerate(self.chunk_of) if c == k]
-            which = f"none of {', '.join(names[:5])}" if names else "no layer"
-            raise CompositionError(
-                f"stage {k} of the pipeline would have nothing to do: {which} runs in this loss. "
-                "Take fewer stages, or cut elsewhere."
+                f"{write.at}, in stage {write.chunk} of a pipeline, writes to a tensor that stage "
+                f"{reader} reads, for the next microbatch: it would find the old numbers there. "
+                "Let one layer read and write it."
             )
 
     # --- what operations tell ---
