@@ -175,9 +175,9 @@ def a_gradient_counted_twice() -> Fault:
 def an_accumulate_that_forgets_its_last_microbatch() -> Fault:
     """It takes the one before again."""
 
-    def parts(asked: Any, n: int, own: Any, exact: bool = False) -> Iterator[Any]:
+    def parts(asked: Any, n: int, *rest: Any, **how: Any) -> Iterator[Any]:
         last = None
-        for k, part in enumerate(real(asked, n, own, exact=exact)):
+        for k, part in enumerate(real(asked, n, *rest, **how)):
             last = last if k == n - 1 and last is not None else part
             yield last
 
