@@ -62,10 +62,14 @@ class RepeatedStage(PipelineStage):
         """Whether this rank has the end of the function, and answers."""
         return self.rank_of[self.last] == self.me
 
-    def rehearsed(self, *args: Any) -> Rehearsed:
-        """What the function does on arguments of these shapes. It may write to them."""
+    def rehearsed(self, arguments: Callable[[], tuple[Any, ...]]) -> Rehearsed:
+        """What the function does on arguments of these shapes.
+
+        Args:
+            arguments: makes them within the rehearsal, whose own they are: it may write to them.
+        """
         with self.within(self.base):
-            fn = lambda tree: self.fn(tree, *args)  # noqa: E731
+            fn = lambda tree: self.fn(tree, *arguments())  # noqa: E731
             return rehearse(fn, self.layout, (), {}, chunks_of_layers(self.layout), self.device)
 
     def turn_to(self, plans: Sequence[Rehearsed], answer: Sequence[Spec] = ()) -> None:

@@ -117,9 +117,7 @@ class PipelineStage:
         return found
 
     def _check_writes(self) -> None:
-        """What a loss writes to tensors of the user's each stage writes to, or one alone."""
-        if found := next((plan.stale for plan in self.plans if plan.stale), ""):
-            raise CompositionError(found)
+        """A loss that counts in a tensor of the user's would do so once for each chunk."""
         many = max(self.rank_of.count(rank) for rank in self.rank_of)
         if many > 1 and (written := [plan.writes for plan in self.plans if plan.writes]):
             raise CompositionError(

@@ -225,8 +225,8 @@ class StagedTexts:
     def _plan(self, group: TextGroup, tokens: Tensor) -> Rehearsed:
         known = self.plans.setdefault(tuple(tokens.shape), StepPlans())
         if (found := known.at(group.used)) is None:
-            shapes = self.decoder.unfilled(group.cache)
-            found = known.found(group.used, self.stage.rehearsed(shapes, tokens))
+            plan = self.stage.rehearsed(lambda: (self.decoder.unfilled(group.cache), tokens))
+            found = known.found(group.used, plan)
         return found
 
 

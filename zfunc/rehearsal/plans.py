@@ -123,8 +123,6 @@ class Rehearsed:
         flops_outside: the same outside layers, by chunk.
         flops_between: the same before the first call, and behind each of them.
         writes: where the loss writes to a tensor of the user's outside layers, if it does.
-        stale: what a chunk reads and another one writes to, so that in the next microbatch old
-            numbers would be there, for messages; empty if there is nothing.
         layout, device, compute: of the parameters: where they are, and in which dtype they enter.
     """
 
@@ -136,7 +134,6 @@ class Rehearsed:
     flops_outside: tuple[int, ...]
     flops_between: tuple[int, ...]
     writes: str
-    stale: str
     layout: Layout
     device: torch.device
     compute: torch.dtype | None

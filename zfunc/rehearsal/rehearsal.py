@@ -197,7 +197,6 @@ class _Rehearsal:
             flops_outside=tuple(self.flops_outside),
             flops_between=tuple(self.flops_between),
             writes=self.own.written_outside,
-            stale=self._stale() if self.chunks > 1 else "",
             layout=self.layout,
             device=self.device,
             compute=running.compute,
@@ -248,6 +247,8 @@ class _Rehearsal:
                 "pipeline. Let it write to a copy: x.clone()."
             )
         self._check_hooks()
+        if self.chunks > 1:
+            self._check_writes()
         lacking = set(range(self.chunks)) - {call.chunk for call in self.calls}
         if lacking and self.layout.layers:
             k = min(lacking)
@@ -273,16 +274,15 @@ class _Rehearsal:
                     "gradient each. Change the whole gradient behind value_and_grad."
                 )
 
-    def _stale(self) -> str:
+    def _check_writes(self) -> None:
         """What one stage writes to tensors of the user's another one does not know."""
-        if (found := self.own.stale()) is None:
-            return ""
-        write, reader = found
-        return (
-            f"{write.at}, in stage {write.chunk} of a pipeline, writes to a tensor that stage "
-            f"{reader} reads, for the next microbatch: it would find the old numbers there. "
-            "Let one layer read and write it."
-        )
+        if found := self.own.stale():
+            write, reader = found
+            raise CompositionError(
+                f"{write.at}, in stage {write.chunk} of a pipeline, writes to a tensor that stage "
+                f"{reader} reads, for the next microbatch: it would find the old numbers there. "
+                "Let one layer read and write it."
+            )
 
     # --- what operations tell ---
 
