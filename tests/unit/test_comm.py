@@ -11,15 +11,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zfunc as zf
 from zfunc import optim
 from zfunc.errors import DesyncError
-from zfunc.ranks import world
+from zfunc.ranks import simulation, world
 from zfunc.ranks.axes import group
 from zfunc.ranks.collectives import axis_index
 from zfunc.ranks.comm import Group, ledger
-from zfunc.ranks.simulation import simulate
+from zfunc.ranks.simulation import Meeting, simulate
 
 WORLDS = [1, 2, 3, 4]
 DTYPES = [
@@ -163,6 +164,30 @@ def test_handles_may_be_waited_in_any_order_again_or_never() -> None:
         return [x[0].item() for x in xs]
 
     assert simulate(2)(body)() == [[1.0, 3.0, 5.0, 7.0]] * 2
+
+
+def test_who_goes_on_holds_alone_what_it_gave(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = threading.Event()
+
+    class Over(threading.Event):
+        """The rank that ends a meeting goes on behind the others."""
+
+        def set(self) -> None:
+            super().set()
+            looked.wait(10)
+
+    monkeypatch.setattr(simulation, "Meeting", lambda members: Meeting(members, over=Over()))
+
+    def rank() -> bool:
+        full = torch.ones(8)
+        storage = StorageWeakRef(full.untyped_storage())
+        everyone().all_gather(full, torch.ones(4), cuts=[0, 4, 8]).wait()
+        del full
+        gone = storage.expired()
+        looked.set()
+        return bool(gone)
+
+    assert simulate(2)(rank)() == [True, True]
 
 
 def test_many_reductions_under_way_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

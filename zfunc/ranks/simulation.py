@@ -116,8 +116,9 @@ class Fabric:
             self._hold(meeting, serve)
             with self.lock:
                 self.meetings.pop(key, None)
+                # Who goes on may free at once what it gave. It has come: it is not missing.
+                meeting.parts = {peer: (its, None) for peer, (its, _) in meeting.parts.items()}
             meeting.over.set()
-            meeting.parts.clear()  # not before: until it is over, who lacks a part is missing
         return meeting
 
     def _hold(self, meeting: Meeting, serve: Serve) -> None:
