@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zfunc as zf
+from tests.unit.in_chunks import even
 from zfunc.engine.recomputation import taken
+from zfunc.layout.cutting import make_layout
+from zfunc.rehearsal.plans import Rehearsed
+from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.trees.nodes import Layers
 
 WIDTH, VOCAB, DEPTH = 6, 11, 4
@@ -55,6 +59,16 @@ def through(p: Any, ids: Tensor, fn: Any = block) -> Tensor:
     for layer in p["layers"]:
         x = zf.layer(fn, layer, x)
     return end(x, p)
+
+
+def rehearsed(fn: Any, chunks: int = 2, args: Any = (IDS,), p: Any = None) -> Rehearsed:
+    """What a rehearsal finds in a loss of this tree, cut evenly."""
+    p = params() if p is None else p
+    return rehearse(fn, make_layout(p, world=1), args, chunk_of=even(DEPTH, chunks))
+
+
+class Marked(Tensor):
+    """A subclass."""
 
 
 # --- values that cross ---------------------------------------------------------------------------

@@ -11,7 +11,7 @@ and then each layer computes, on numbers made up for it, what its results are li
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -512,10 +512,13 @@ class _Rehearsal:
         with Counting() as counting:
             try:
                 out = self.made_up.emptied(call(*xs, **kw), self.chunk)
-            finally:
-                for x in self.made_up.forget():
-                    self.writes(self.calls[self.within].name, x)
-                    x.memory.written(self.chunk, needs=True)
+            except BaseException:
+                with suppress(CompositionError):  # that the layer's error holds on to numbers
+                    self.made_up.forget()
+                raise
+            for x in self.made_up.forget():
+                self.writes(self.calls[self.within].name, x)
+                x.memory.written(self.chunk, needs=True)
         self.counted(counting.flops)
         return out
 
