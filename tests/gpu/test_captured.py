@@ -381,6 +381,9 @@ def test_the_scope_of_a_folded_key_knows_what_was_folded_in() -> None:
             expected = zf.random.scope(zf.random.fold_in(mine, 7))
             found = zf.random.scope.folded(mine)(7)
             assert (found.seed, found.path) == (expected.seed, expected.path)
+            expected = zf.random.scope(zf.random.fold_in(zf.random.fold_in(mine, 7), -2))
+            found = found.inner()(-2)
+            assert (found.seed, found.path) == (expected.seed, expected.path)
 
 
 class _Idle:

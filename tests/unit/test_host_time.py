@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -234,6 +237,24 @@ def test_a_layers_stream_is_that_of_its_key() -> None:
             want = torch.rand(4)
         with scope(i):
             assert torch.equal(torch.rand(4), want)
+
+
+def test_a_layouts_hash_stays_in_its_process() -> None:
+    layout = make_layout({"w": torch.zeros(3)}, world=1)
+    assert hash(layout) == hash(make_layout({"w": torch.zeros(3)}, world=1))
+    assert hash(layout) != hash(make_layout({"v": torch.zeros(3)}, world=1))
+    found = subprocess.run(
+        [sys.executable, "-c", HASHED], input=pickle.dumps(layout), capture_output=True, check=True
+    )
+    assert found.stdout.split() == [b"True"], found.stderr
+
+
+HASHED = """
+import pickle, sys, torch
+layout = pickle.load(sys.stdin.buffer)
+from zfunc.layout.cutting import make_layout
+print(hash(layout) == hash(make_layout({"w": torch.zeros(3)}, world=1)))
+"""
 
 
 def test_no_value_is_written_out_to_tell_structures_apart(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,12 @@ def _is_node(x: Any) -> bool:
 
 def _children(node: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]] | None:
     """``(entry, child)`` of a node's children, and what makes one like it; None of a leaf."""
-    if isinstance(node, Placed | Lazy | torch.Size):
+    kind = type(node)
+    if kind is tuple or kind is list:
+        return [*enumerate(node)], kind
+    if kind is dict:
+        return [*node.items()], lambda new: dict(zip(node, new, strict=True))
+    if isinstance(node, Tensor | Placed | Lazy | torch.Size):
         return None
     if not optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
         children, metadata, entries, unflatten = optree.tree_flatten_one_level(

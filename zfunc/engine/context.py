@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -46,6 +45,8 @@ class Context(Memory):
         layer_scope, layer_calls: randomness of the layers of the running loss.
         compute: the 16-bit dtype in which layers compute, if there is one.
         reached: paths of the leaves to which backward has come on this rank, where somebody asks.
+        around: the transforms that surround layers, the innermost first.
+        entering, leaving: those through which units enter, and gradients leave.
     """
 
     transforms: tuple[Any, ...] = ()
@@ -62,15 +63,21 @@ class Context(Memory):
     complete: bool = field(default_factory=ENDING.get)
     reached: set[str] | None = None
 
+    def __copy__(self) -> Context:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
     def next_scope(self) -> AbstractContextManager[Any] | None:
         """The scope of randomness of the next layer that is called, if it has one of its own."""
         index, self.layer_calls = self.layer_calls, self.layer_calls + 1
         return None if self.layer_scope is None else self.layer_scope(index)
 
-    @cached_property
-    def around(self) -> list[Any]:
-        """The transforms that surround layers, the innermost first."""
-        return [t for t in reversed(self.transforms) if t.overrides("layer")]
+    def __post_init__(self) -> None:
+        # Not when asked: each microbatch has a copy of its own, and each layer asks.
+        self.around = [t for t in reversed(self.transforms) if t.overrides("layer")]
+        self.entering = [t for t in self.transforms if t.overrides("enter")]
+        self.leaving = [t for t in self.transforms if t.overrides("leave")]
 
 
 RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")

@@ -310,15 +310,14 @@ def _one_pass(running: Context, asked: Gradients) -> tuple[tuple[Tensor, Any], T
 
 def new_pass(running: Context, collector: Collector | None = None) -> Pass:
     over = communication(running)
-    entering = [t for t in running.transforms if t.overrides("enter")]
-    leaving = [t for t in running.transforms if t.overrides("leave")]
+    leaving: list[Any] = [*running.leaving]
     if collector is not None:
         leaving.append(collector)
     leaving.sort(key=lambda t: -t.position)
     first = bool(leaving) and leaving[0] is collector  # nothing becomes of gradients before
     return Pass(
-        before=[t.enter for t in entering if t.before_gather],
-        after=[t.enter for t in entering if not t.before_gather],
+        before=[t.enter for t in running.entering if t.before_gather],
+        after=[t.enter for t in running.entering if not t.before_gather],
         leave=[t.leave for t in leaving],
         plan=PassPlan(prefetch=over.prefetch, room=over.room),
         running=running,
@@ -335,13 +334,16 @@ def randomness(running: Context, call: int) -> AbstractContextManager[Any]:
     running.layer_calls = 0
     if running.key is None:
         return nullcontext()
-    from zfunc.engine.keys import key_of  # few states have a key
+    rank = communication(running).everyone.rank
+    scopes: Callable[[int], scope] | None = running.notes.get(("scopes", rank))
+    if scopes is None:
+        from zfunc.engine.keys import key_of  # few states have a key
 
-    if (key := key_of(running)) is None:
-        return nullcontext()
-    key = fold_in(key, communication(running).everyone.rank)
-    running.layer_scope = scope.folded(fold_in(key, 2 * call + 1))
-    return scope.folded(key)(2 * call)
+        if (key := key_of(running)) is None:
+            return nullcontext()
+        scopes = running.notes["scopes", rank] = scope.folded(fold_in(key, rank))
+    running.layer_scope = scopes(2 * call + 1).inner()
+    return scopes(2 * call)
 
 
 def _by_unit(

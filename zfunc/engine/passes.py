@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -214,10 +215,15 @@ class Pass:
             ends = [*inputs, self.tick, *(end for end, _ in self.ends)]
             if not self.adds:
                 return torch.autograd.grad(outs, ends, seeds, allow_unused=True)[: len(inputs)]
+            runs = [run for source in self.sources for run in source.runs if run.adding]
+            rows = [run.begin_adding() for run in runs]
             with ExitStack() as stack:
-                runs = (run for source in self.sources for run in source.runs if run.adding)
-                leaves = [x for run in runs for x in stack.enter_context(run.added())]
+                for own in chain.from_iterable(run.own_hooks for run in runs):
+                    stack.enter_context(own)
+                leaves = chain.from_iterable(leaves for leaves, _ in rows)
                 torch.autograd.backward(outs, seeds, inputs=[*ends, *leaves])
+            for _, end in reversed(rows):  # as backward has come to them
+                end()
             return tuple(x.grad for x in inputs)
         finally:
             for hook in hooks:

@@ -77,6 +77,8 @@ class PassPlan:
 
         The other units of the layer that is entering are started, too.
         """
+        if not self.order:
+            return
         for key in self.order[self.cursor : self.cursor + self.prefetch + 1]:
             if run := self.units[key].run:
                 run.fetch()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -97,17 +96,17 @@ class UnitInfo:
         """Whether its gradients leave as they are, since a transform averages them otherwise."""
         return self.running is not None and communication(self.running).keeps(self)
 
-    @cached_property
+    @property
     def name(self) -> str:
         return self.layout.units[self.index].name
 
-    @cached_property
+    @property
     def flats(self) -> tuple[int, ...]:
         return self.layout.units[self.index].flats
 
-    @cached_property
-    def trainable(self) -> list[int]:
-        return [i for i in self.flats if self.layout.flats[i].trainable]
+    @property
+    def trainable(self) -> tuple[int, ...]:
+        return self.layout.trainable_of_units[self.index]
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
         """A 1-D tensor for its full gradients. Recycled ones lie idle in the next forward pass:

@@ -8,10 +8,10 @@ their unit with them, so that backward may run on a thread of its own (as it doe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Protocol
 
@@ -235,6 +235,9 @@ class UnitRun:
         return self.values
 
     def _find_foreign(self, values: Sequence[Tensor]) -> None:
+        if values is self.stored:
+            self.foreign = {}
+            return
         own = {x.untyped_storage().data_ptr() for x in self.stored}
         where = [x.untyped_storage().data_ptr() for x in values]
         self.foreign = {at: i for i, at in enumerate(where) if at not in own}
@@ -281,7 +284,8 @@ class UnitRun:
         common = None if self.adding else self.common
         usable = common is not None and common.usable
         views = common.leaves if common is not None and usable else self._views(values)
-        self.adding.append([v for v, on in zip(views, self.live, strict=True) if on])
+        trained = zip(views, self.live, strict=True)
+        self.adding.append(views if all(self.live) else [v for v, on in trained if on])
         if not usable:
             for view in self.adding[-1]:
                 view.requires_grad_()
@@ -293,12 +297,11 @@ class UnitRun:
     def _can_add(self) -> bool:
         """Whether leaves may enter as ends of the graph that are nothing else: nobody has to know
         when, and whether, their gradients come."""
-        owner, layout = self.owner, self.info.layout
+        owner = self.owner
         if not owner.adds or self.is_end or self.foreign or owner.accord is not None:
             return False
         watched = owner.running is not None and owner.running.reached is not None
-        slots = (slot for i in self.info.trainable for slot in layout.by_flat[i])
-        return not watched and self.flat and all(slot.code is None for slot in slots)
+        return not watched and self.flat and self.info.index not in self.info.layout.encoded
 
     def _marked(self, leaves: Sequence[Tensor]) -> dict[int, Tensor]:
         """The entered leaves by leaf index; those of a split tree say what they are parts of."""
@@ -311,7 +314,8 @@ class UnitRun:
     def check_unwritten(self) -> None:
         """Raise ``PlacementError`` if the function that was given the unit has written to it."""
         values, before = self.seen
-        check(values, before, self._called)
+        if before is not None:
+            check(values, before, self._called)
 
     def _called(self, value: int) -> str:
         """The leaves in one of the unit's values."""
@@ -462,36 +466,37 @@ class UnitRun:
             del row
         return flats
 
-    @contextmanager
-    def added(self) -> Iterator[Iterable[Tensor]]:
-        """A block in which autograd adds gradients to what earlier passes have kept, each as soon
-        as it comes; it is given the leaves. Those of several entries are added to each other
-        first."""
+    def begin_adding(self) -> tuple[list[Tensor], Callable[[], None]]:
+        """Let autograd add gradients to what earlier passes have kept, each as soon as it comes.
+        Those of several entries are added to each other first.
+
+        Returns:
+            The leaves, and what is to be called when backward is over.
+        """
         entries, self.adding = self.adding, []
-        one, sums, fresh = len(entries) == 1, None, False
-        if one:
+        if len(entries) == 1:
             sums = None if self.owner.take is None else self.owner.take(self.info)
             fresh, sums = sums is None, sums or self._nothing(entries[0])
             add_into(sums, entries[0], self.info.layout, self.info.trainable, self.common)
-        elif self.common is not None:  # other passes have left something there
+            return entries[0], partial(self._added, sums, fresh, versions(sums))
+        if self.common is not None:  # other passes have left something there
             self.common.sums = []
             for x in entries[0] if entries else ():
                 x.grad = None
-        before = versions(sums or ())
-        with ExitStack() as stack:
-            for hooks in self.own_hooks:
-                stack.enter_context(hooks)
-            yield chain.from_iterable(entries)
-        if not one:
-            for leaves in reversed(entries):  # as backward comes to them
-                row = [None if x.grad is None else dense(x.grad) for x in leaves]
-                old = self.partial
-                self.partial = row if old is None else [*map(_add, old, row)]
-            if any(x is not None for x in self.partial or ()):
-                self.part(self.packed())
-            self.partial = None
-        elif sums is not None and not (fresh and before and versions(sums) == before):
+        return [*chain.from_iterable(entries)], partial(self._added_up, entries)
+
+    def _added(self, sums: list[Tensor], fresh: bool, before: list[int] | None) -> None:
+        if not (fresh and before and versions(sums) == before):
             self.part(sums, own=fresh)  # unless no gradient has come
+
+    def _added_up(self, entries: Sequence[Sequence[Tensor]]) -> None:
+        for leaves in reversed(entries):  # as backward comes to them
+            row = [None if x.grad is None else dense(x.grad) for x in leaves]
+            old = self.partial
+            self.partial = row if old is None else [*map(_add, old, row)]
+        if any(x is not None for x in self.partial or ()):
+            self.part(self.packed())
+        self.partial = None
 
     def _nothing(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         """Flats of zeros for the gradients of some leaves."""

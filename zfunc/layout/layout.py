@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -149,6 +149,17 @@ class Layout:
     by: tuple[str, str] | None = field(default=None, compare=False, repr=False)
     _memo: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, hash=False)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # each step looks something up by its layout, and leaves are many
+        return hash(tuple(getattr(self, f.name) for f in fields(self) if f.compare))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Other processes hash strings otherwise.
+        return {name: x for name, x in self.__dict__.items() if name != "_hash"}
+
     @property
     def ranks(self) -> Group:
         """Those over which it is cut."""
@@ -219,6 +230,20 @@ class Layout:
     def unit_of_flat(self) -> tuple[int, ...]:
         owner = {flat: i for i, unit in enumerate(self.units) for flat in unit.flats}
         return tuple(owner[i] for i in range(len(self.flats)))
+
+    @cached_property
+    def trainable_of_units(self) -> tuple[tuple[int, ...], ...]:
+        """The indices of each unit's flats that are trained."""
+        return tuple(tuple(i for i in u.flats if self.flats[i].trainable) for u in self.units)
+
+    @cached_property
+    def encoded(self) -> frozenset[int]:
+        """The units of which a leaf that is trained is stored as bytes."""
+        return frozenset(
+            u
+            for u, flats in enumerate(self.trainable_of_units)
+            if any(slot.code is not None for i in flats for slot in self.by_flat[i])
+        )
 
     @cached_property
     def units_of_layers(self) -> tuple[tuple[int, ...], ...]:

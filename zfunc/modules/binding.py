@@ -327,9 +327,12 @@ class Template:
         """Take every tensor out again."""
         self.serial += 1
         _fill(self.rest)
-        for i in range(len(self.values)):
-            self.bind_unit(i, None)
-            self.values[i] = None
+        for i, rest in enumerate(self.unit_rest):
+            if self.resting[i] is rest:
+                self.lazy_sources[i].hold(None)
+            else:
+                self.bind_unit(i, None)
+        self.bound[:] = self.values[:] = [None] * len(self.values)
         self._release_buffers()
         self.wiring.ranks, self.wiring.streaming = None, False
         for rnn, weights, refs in self.rnns:

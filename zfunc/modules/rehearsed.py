@@ -26,14 +26,24 @@ _OTHERS = frozenset(vars(nn.Module())) | {"forward"}  # parameters, hooks: whoev
 def rehearsed(template: Template) -> AbstractContextManager[None]:
     """Around a call of a template: where layers may be elsewhere."""
     called = CALLED.get()
-    return _NOTHING if called is None else _changed(template, called)
+    if called is None or (called is False and not any(map(_has_hooks, _layers(template)))):
+        return _NOTHING
+    return _changed(template, called)
+
+
+def _layers(template: Template) -> list[nn.Module]:
+    return [template.modules[unit.module] for unit in template.anatomy.units]
+
+
+def _has_hooks(part: nn.Module) -> bool:
+    return bool(part._forward_pre_hooks or part._forward_hooks)
 
 
 @contextmanager
 def _changed(template: Template, called: Callable[[Any], Any] | bool) -> Iterator[None]:
     """``called`` makes copies of what a user wrote; False where none are called."""
     forwards, own = list(template.forwards), list[tuple[nn.Module, MethodType]]()
-    layers = [template.modules[unit.module] for unit in template.anatomy.units]
+    layers = _layers(template)
     parts = template.modules.values() if callable(called) else layers
     kept = [(part, *_attributes(part)) for part in parts] if callable(called) else []
     before = [

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,9 @@ class CutLayer:
     width: int
 
 
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+
+
 class Wiring:
     """What the wired submodules of one copy of a module know of the call that is running.
 
@@ -94,9 +97,12 @@ class Wiring:
         assert self.ranks is not None
         return self.ranks
 
-    @contextmanager
-    def along(self, layer: CutLayer | None) -> Iterator[None]:
+    def along(self, layer: CutLayer | None) -> AbstractContextManager[None]:
         """A block in which a layer runs on these positions, or on whole streams."""
+        return _AS_IT_IS if layer is self.layer else self._along(layer)
+
+    @contextmanager
+    def _along(self, layer: CutLayer | None) -> Iterator[None]:
         before, self.layer = self.layer, layer
         try:
             yield

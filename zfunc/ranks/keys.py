@@ -251,7 +251,11 @@ class scope:
     @classmethod
     def folded(cls, key: Key) -> Callable[[int], scope]:
         """``data -> scope(fold_in(key, data))``, without a tensor on the way."""
-        stem, path = _stem(key), path_of(key)
+        return cls(key).inner()
+
+    def inner(self) -> Callable[[int], scope]:
+        """``data -> scope(fold_in(key, data))`` for the key of this one."""
+        stem, path, cls = _mix((self.seed & _WORD) ^ _FOLD), self.path, type(self)
 
         def of(data: int) -> scope:
             made = cls.__new__(cls)

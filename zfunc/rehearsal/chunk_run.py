@@ -141,7 +141,7 @@ def _recording() -> AbstractContextManager[None]:
 
 def _unleaved(x: Tensor) -> Tensor:
     """The same memory, and no view for autograd: it may be written to, which a leaf may not."""
-    return torch.ops.aten._unsafe_view(x, x.shape) if x.requires_grad else x.detach()
+    return torch.ops.aten._unsafe_view.default(x, x.shape) if x.requires_grad else x.detach()
 
 
 def _hooks_of(x: Tensor) -> set[int]:
@@ -364,7 +364,8 @@ class ChunkRun:
             return call(*xs, **kw)
         if self.over:
             raise Done
-        ins, _ = flattened((xs, kw))
+        plain = not kw and all(type(x) is Tensor or type(x) is Ghost for x in xs)
+        ins = [*xs] if plain else flattened((xs, kw))[0]
         self._compare(n, plan, info, ins)
         self._meet(n, "in", ins)
         run = self._skip if plan.chunk != self.chunk else partial(self._compute, call)
