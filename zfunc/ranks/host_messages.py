@@ -10,8 +10,8 @@ compute (``zfunc.ranks.data_sockets``). Collectives have nothing to do with thes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from socket import socket
@@ -105,12 +105,12 @@ class HostMessages(Messages):
         self, call: Collective, peer: int, nbytes: int, pieces: Sequence[memoryview] = ()
     ) -> bool:
         """Send a header; whether the payload could go with it, if it was to."""
-        with self._telling_lost(call, peer):
+        with _TellingLost(self, call, peer):
             return self._channel.send_message(peer, call.digest, told(call.digest), nbytes, pieces)
 
     def expect(self, call: Collective, peer: int) -> None:
         """Make sure that the peer hears of it if this rank fails."""
-        with self._telling_lost(call, peer):
+        with _TellingLost(self, call, peer):
             self._channel.expect(peer)
 
     def has_come(self, call: Collective, peer: int) -> bool:
@@ -123,7 +123,7 @@ class HostMessages(Messages):
         Raises:
             DesyncError: the peer sends another message, is silent or gone.
         """
-        with self._telling_lost(call, peer):
+        with _TellingLost(self, call, peer):
             digest, _, along = self._channel.receive_message(peer, call.number)
         if digest != call.digest:
             theirs = self._channel.name_of(peer, digest) or told(digest)
@@ -141,10 +141,10 @@ class HostMessages(Messages):
 
     def land(self, call: Collective, peer: int, load: Load) -> None:
         """Wait for a socket, and read what the others write meanwhile."""
-        with self._telling_lost(call, peer):
+        with _TellingLost(self, call, peer):
             self._channel.wait_until(peer, lambda: load.over)
         if load.error is not None:
-            raise self._gone(call, peer, load.error) from load.error
+            raise self.gone(call, peer, load.error) from load.error
 
     def come(self, peer: int, load: Load) -> None:
         """Say where a payload belongs, in case it comes over a socket."""
@@ -196,20 +196,33 @@ class HostMessages(Messages):
             return False
         if nbytes <= POSTED_BYTES:
             return True
-        with self._telling_lost(call, peer):
+        with _TellingLost(self, call, peer):
             return self._channel.shares_memory(peer)
 
-    @contextmanager
-    def _telling_lost(self, call: Collective, peer: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise self._gone(call, peer, error) from error
-
-    def _gone(self, call: Collective, peer: int, error: Exception) -> DesyncError:
+    def gone(self, call: Collective, peer: int, error: Exception) -> DesyncError:
         if (why := self._channel.why_stopped(peer)) is not None:
             return DesyncError(f"{call}: rank {self._members[peer]} has stopped: {why}")
         return self._lost(call, peer, error)
+
+
+class _TellingLost:
+    """A block that waits for a peer, and tells of one that is gone or silent.
+
+    No generator: each message takes some of these, between products that leave no code in the
+    processor's caches.
+    """
+
+    __slots__ = ("call", "messages", "peer")
+
+    def __init__(self, messages: HostMessages, call: Collective, peer: int) -> None:
+        self.messages, self.call, self.peer = messages, call, peer
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OSError):
+            raise self.messages.gone(self.call, self.peer, error) from error
 
 
 @dataclass
