@@ -228,14 +228,19 @@ def is_matmul(node: Node) -> bool:
     return _kind(node).matmul
 
 
-def saved_by(node: Node) -> Iterator[Any]:
+def saved_by(node: Node) -> Sequence[Any]:
     """What a node has saved: torch's ``SavedTensor``, each with the hooks that it went through."""
-    for name in _kind(node).saved:
+    names = _kind(node).saved
+    if not names:  # most nodes
+        return ()
+    found: list[Any] = []
+    for name in names:
         value = getattr(node, name)
         if isinstance(value, tuple):
-            yield from value
+            found += value
         else:
-            yield value
+            found.append(value)
+    return found
 
 
 class _Kind:
@@ -266,9 +271,9 @@ def _kind(node: Node) -> _Kind:
 def _once_only(node: Node) -> bool:
     """Whether what the node has saved is worth too much to be had twice: a hook makes it, which
     may compute a whole layer again (``torch.utils.checkpoint``)."""
-    return any(
-        saved.unpack_hook is not None
-        and not isinstance(saved.data, Tensor)
-        and not getattr(saved.data, "repeatable", False)
-        for saved in saved_by(node)
-    )
+    for saved in saved_by(node):
+        if saved.unpack_hook is not None:
+            data = saved.data
+            if not (isinstance(data, Tensor) or getattr(data, "repeatable", False)):
+                return True
+    return False

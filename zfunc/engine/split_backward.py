@@ -134,11 +134,11 @@ class SplitBackward:
                 here has been written to in between.
         """
         self._next_part("of_weights", 1)
-        by_branch = self._by_branch()
+        by_branch, weights = self._by_branch(), _Weights()
         while by_branch:
             branch = next(iter(by_branch))
             kept = by_branch.pop(branch)
-            _compute([x for x in kept if isinstance(x, _Parted)])
+            weights.compute([x for x in kept if isinstance(x, _Parted)])
             roots = [root for x in kept for root in x.into(branch)]
             del kept
             ends = [(k, edge) for k in sorted(branch.ends) if (edge := self._ways.ends[k])]
@@ -219,7 +219,7 @@ class SplitBackward:
         if not parted:
             return  # autograd has freed everything by itself
         waiting = [x for x in self._kept if isinstance(x, _Parted)]
-        _compute([x for x in waiting if not is_product(x.node)])
+        _Weights().compute([x for x in waiting if not is_product(x.node)])
         needed = {x.node for x in waiting if is_product(x.node)}
         for node in self._ways.run_early():
             if node not in needed:
@@ -329,25 +329,32 @@ def _run(
     return found
 
 
-def _compute(parted: Sequence[_Parted]) -> None:
-    """Call nodes within a run of autograd that asks for their edges into branches: they look up
+class _Weights:
+    """Calls nodes within a run of autograd that asks for their edges into branches: they look up
     what is asked for there, and leave out the rest. It runs from a tensor of its own, whose hook
     calls them, and finds no way to the edges."""
-    waiting = [x for x in parted if x.grads is not None]
-    if not waiting:
-        return
-    start = torch.zeros((), requires_grad=True)
-    begin = edge_of(start)
-    assert begin is not None
 
-    def call(_: Tensor) -> None:
-        shapes: dict[Node, list[tuple[int, ...]]] = {}
-        for x in waiting:
-            x.compute(shapes)
+    def __init__(self) -> None:
+        self._waiting = waiting = list[_Parted]()
+        start = torch.zeros((), requires_grad=True)
+        begin = edge_of(start)
+        assert begin is not None
+        self._begin, self._one = begin, torch.ones(())
 
-    edges = dict.fromkeys(edge for x in waiting for _, edge, _ in x.leaving)
-    start.register_hook(call)
-    _run([(begin, torch.ones(()))], [begin, *edges], keep=False)
+        def call(_: Tensor) -> None:
+            shapes: dict[Node, list[tuple[int, ...]]] = {}
+            for x in waiting:
+                x.compute(shapes)
+
+        start.register_hook(call)
+
+    def compute(self, parted: Sequence[_Parted]) -> None:
+        """Call those of these nodes that have not been called yet."""
+        self._waiting[:] = [x for x in parted if x.grads is not None]
+        if self._waiting:
+            edges = dict.fromkeys(edge for x in self._waiting for _, edge, _ in x.leaving)
+            _run([(self._begin, self._one)], [self._begin, *edges], keep=False)
+            self._waiting.clear()
 
 
 def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
