@@ -116,11 +116,8 @@ def _is_node(x: Any) -> bool:
 
 def _children(node: Any) -> tuple[list[tuple[Any, Any]], Callable[[list[Any]], Any]] | None:
     """``(entry, child)`` of a node's children, and what makes one like it; None of a leaf."""
-    kind = type(node)
-    if kind is tuple or kind is list:
-        return [*enumerate(node)], kind
-    if kind is dict:
-        return [*node.items()], lambda new: dict(zip(node, new, strict=True))
+    if type(node) in (tuple, list):
+        return [*enumerate(node)], type(node)
     if isinstance(node, Tensor | Placed | Lazy | torch.Size):
         return None
     if not optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):

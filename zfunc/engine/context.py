@@ -12,16 +12,7 @@ import torch
 
 from zfunc.trees.memory import RUNNING, Memory
 
-__all__ = [
-    "ENDING",
-    "PLACING",
-    "RECOMPUTED",
-    "Context",
-    "current",
-    "pop",
-    "push",
-]
-
+__all__ = ["ENDING", "PLACING", "RECOMPUTED", "Context", "current", "pop", "push"]
 
 ENDING: ContextVar[bool] = ContextVar("zfunc_ending", default=False)
 """Whether steps end the gathers of new parameters that they start: what is recorded as a graph
