@@ -78,7 +78,7 @@ class PipelineStage:
         chunks = chunks_of_layers(self.layout)
         self._found: list[tuple[Any, Rehearsed]] = []
         self.plans = [self._rehearsed(name, chunks, i, *each) for i, each in enumerate(batches)]
-        self._check_writes()
+        self._check_chunks()
         self.lent: dict[int, tuple[int, list[int]]]
         key = (name, ranks.size, *map(id, self.plans))  # which stay beside what is sent
         self.lent, messages, _ = _remembered(running.memo, "messages", key, self._told_by_plans)
@@ -116,14 +116,26 @@ class PipelineStage:
         self._found.append((shapes, found))
         return found
 
-    def _check_writes(self) -> None:
-        """A loss that counts in a tensor of the user's would do so once for each chunk."""
+    def _check_chunks(self) -> None:
+        """A loss that counts in a tensor of the user's would do so once for each chunk, and would
+        draw other numbers in each."""
         many = max(self.rank_of.count(rank) for rank in self.rank_of)
-        if many > 1 and (written := [plan.writes for plan in self.plans if plan.writes]):
+        if many == 1:
+            return
+        how = (
+            f"once for each of the {many} chunks of a stage. {{}}, or take a schedule with one "
+            'chunk per stage, "1f1b".'
+        )
+        if written := [plan.writes for plan in self.plans if plan.writes]:
             raise CompositionError(
                 f"{written[0]}, outside the layers, writes to a tensor of yours, and would do so "
-                f"once for each of the {many} chunks of a stage. Do it inside a layer, or take a "
-                'schedule with one chunk per stage, "1f1b".'
+                + how.format("Do it inside a layer")
+            )
+        if any(plan.draws for plan in self.plans):
+            raise CompositionError(
+                "the loss draws random numbers by Python's or NumPy's own generator outside the "
+                "layers, and would draw others "
+                + how.format("Draw them by torch, or with the batch")
             )
 
     def _told_by_plans(self) -> tuple[Any, Any, list[Rehearsed]]:

@@ -114,6 +114,7 @@ class UnitRun:
         served: its layers that have run since it entered.
         partial: gradients that have come, by trainable leaf.
         adding: of each entry whose gradients autograd adds to sums the trainable leaves.
+        dtypes: those in which they entered.
         common: what such entries of other passes have entered, if all have the same values.
         own_hooks: those that this pass has given to such leaves.
         is_end: whether what enters is an end of the graph, which autograd comes to as soon as
@@ -147,6 +148,7 @@ class UnitRun:
     served: set[int] = field(default_factory=set)
     partial: list[Tensor | None] | None = None
     adding: list[list[Tensor]] = field(default_factory=list)
+    dtypes: set[torch.dtype] = field(default_factory=set)
     common: CommonLeaves | None = None
     own_hooks: list[OwnHooks] = field(default_factory=list)
 
@@ -286,6 +288,7 @@ class UnitRun:
         views = common.leaves if common is not None and usable else self._views(values)
         trained = zip(views, self.live, strict=True)
         self.adding.append(views if all(self.live) else [v for v, on in trained if on])
+        self.dtypes = {x.dtype for x in values}
         if not usable:
             for view in self.adding[-1]:
                 view.requires_grad_()
@@ -468,13 +471,14 @@ class UnitRun:
 
     def begin_adding(self) -> tuple[list[Tensor], Callable[[], None]]:
         """Let autograd add gradients to what earlier passes have kept, each as soon as it comes.
-        Those of several entries are added to each other first.
+        Those of several entries are added to each other first, and so are those of leaves that a
+        module has cast in place (``self.router.to(torch.float32)`` in its forward).
 
         Returns:
             The leaves, and what is to be called when backward is over.
         """
         entries, self.adding = self.adding, []
-        if len(entries) == 1:
+        if len(entries) == 1 and self.dtypes.issuperset([x.dtype for x in entries[0]]):
             sums = None if self.owner.take is None else self.owner.take(self.info)
             fresh, sums = sums is None, sums or self._nothing(entries[0])
             add_into(sums, entries[0], self.info.layout, self.info.trainable, self.common)

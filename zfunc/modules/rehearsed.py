@@ -7,7 +7,7 @@ collect what layers return, see what stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -20,15 +20,27 @@ from zfunc.modules.binding import Template
 __all__ = ["rehearsed"]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
-_OTHERS = frozenset(vars(nn.Module())) | {"forward"}  # parameters, hooks: whoever sets them resets
+_OTHERS = frozenset(vars(nn.Module())) | {"forward"}  # parameters, hooks
+_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_HOOKS = (
+    *_FORWARD_HOOKS,
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
 
 
 def rehearsed(template: Template) -> AbstractContextManager[None]:
     """Around a call of a template: where layers may be elsewhere."""
     called = CALLED.get()
-    if called is None or (called is False and not any(map(_has_hooks, _layers(template)))):
+    if called is None:
         return _NOTHING
-    return _changed(template, called)
+    if called is not False:
+        return _traceless(template, called)
+    layers = _layers(template)
+    return _without_hooks(template, layers) if any(map(_has_hooks, layers)) else _NOTHING
 
 
 def _layers(template: Template) -> list[nn.Module]:
@@ -40,39 +52,93 @@ def _has_hooks(part: nn.Module) -> bool:
 
 
 @contextmanager
-def _changed(template: Template, called: Callable[[Any], Any] | bool) -> Iterator[None]:
-    """``called`` makes copies of what a user wrote; False where none are called."""
-    forwards, own = list(template.forwards), list[tuple[nn.Module, MethodType]]()
-    layers = _layers(template)
-    parts = template.modules.values() if callable(called) else layers
-    kept = [(part, *_attributes(part)) for part in parts] if callable(called) else []
-    before = [
-        (hooks, dict(hooks))
-        for part in parts
-        for hooks in (part._forward_pre_hooks, part._forward_hooks)
-        if hooks
-    ]
+def _without_hooks(template: Template, layers: Sequence[nn.Module]) -> Iterator[None]:
+    """A block in which a user's hooks of a layer run with it, and nowhere else. What the module
+    itself gives and removes meanwhile stays given and removed."""
+    forwards, taken = list(template.forwards), list[_Taken]()
     try:
-        if callable(called):
-            for hooks, was in before:
-                hooks.update({key: called(hook) for key, hook in was.items()})
-            free = (part for part in parts if "forward" not in part.__dict__)
-            own += ((x, made) for x in free if (made := _method(x, called)) is not None)
-            for part, made in own:
-                part.__dict__["forward"] = made
         for i, part in enumerate(layers):
-            forward = called(forwards[i]) if callable(called) else forwards[i]
-            template.forwards[i] = _hooked(part, forward)
+            template.forwards[i] = _hooked(part, forwards[i], taken)
         yield
+    finally:
+        template.forwards[:] = forwards
+        for hooks, was in taken:
+            hooks.update((key, hook) for key, hook in was.items() if key in hooks)
+
+
+@contextmanager
+def _traceless(template: Template, copies: Any) -> Iterator[None]:
+    """A block in which nothing stays of what is done to modules.
+
+    Args:
+        copies: has ``of``, which makes copies of what a user wrote; is told in ``changed`` whether
+            the module's own state changes between or behind its layers.
+    """
+    forwards, own = list(template.forwards), list[tuple[nn.Module, MethodType]]()
+    layers, parts = _layers(template), [*template.modules.values()]
+    kept = [(part, *_attributes(part)) for part in parts]
+    rows = [part.__dict__[name] for part in parts for name in _HOOKS]
+    before = {i: dict(hooks) for i, hooks in enumerate(rows) if hooks}
+    outer = _outside(template)
+    states: list[Any] = []
+
+    def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            states.append(_state(parts, outer))
+            return forward(*args, **kwargs)
+
+        return call
+
+    try:
+        for part in parts:
+            for name in _FORWARD_HOOKS:
+                if hooks := part.__dict__[name]:
+                    hooks.update({key: copies.of(hook) for key, hook in hooks.items()})
+        free = (part for part in parts if "forward" not in part.__dict__)
+        own += ((x, made) for x in free if (made := _method(x, copies.of)) is not None)
+        for part, made in own:
+            part.__dict__["forward"] = made
+        for i, part in enumerate(layers):
+            template.forwards[i] = noting(_hooked(part, copies.of(forwards[i]), []))
+        yield
+        if states:
+            end = _state(parts, outer)
+            copies.changed |= not all(_is_alike(then, end) for then in states)
     finally:
         template.forwards[:] = forwards
         for part, _ in own:
             del part.__dict__["forward"]
-        for hooks, was in before:
-            hooks.clear()
-            hooks.update(was)
+        for i, hooks in enumerate(rows):
+            if hooks or i in before:
+                hooks.clear()
+                hooks.update(before.get(i, {}))
         for part, values, contents in kept:
             _put_back(part, values, contents)
+
+
+def _outside(template: Template) -> list[nn.Module]:
+    """The modules that are in no layer."""
+    layers = tuple(f"{unit.module}." for unit in template.anatomy.units)
+    return [x for name, x in template.modules.items() if not f"{name}.".startswith(layers)]
+
+
+def _state(parts: Sequence[nn.Module], outer: Sequence[nn.Module]) -> list[Any]:
+    """What code outside of layers may change: hooks of any module, attributes of those outside."""
+    hooks = [(*part._forward_pre_hooks, *part._forward_hooks) for part in parts]
+    return [hooks, *(x for part in outer for x in _attributes(part))]
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    """Whether a state is the same one: the same objects, or equal numbers."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_is_alike(x, b[key]) for key, x in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_is_alike, a, b))
+    return isinstance(a, bool | int | float | str) and a == b
 
 
 def _attributes(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -100,9 +166,15 @@ def _method(part: nn.Module, called: Callable[[Any], Any]) -> MethodType | None:
     return None if made is type(part).forward else MethodType(made, part)
 
 
-def _hooked(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+_Taken = tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]
+
+
+def _hooked(
+    part: nn.Module, forward: Callable[..., Any], taken: list[_Taken]
+) -> Callable[..., Any]:
     """A layer's forward between the hooks that a user gave it, which are taken from it."""
     before, behind = _taken(part._forward_pre_hooks), _taken(part._forward_hooks)
+    taken += (part._forward_pre_hooks, before), (part._forward_hooks, behind)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         for key, hook in before.items():
@@ -122,8 +194,15 @@ def _hooked(part: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _taken(hooks: dict[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:
+    """A user's hooks. In their places stand some that do nothing: they can be removed."""
     if not hooks:
         return {}
     from zfunc.rehearsal.own_copies import is_users  # only where stages have a model
 
-    return {key: hooks.pop(key) for key, hook in tuple(hooks.items()) if is_users(hook)}
+    found = {key: hook for key, hook in hooks.items() if is_users(hook)}
+    hooks.update(dict.fromkeys(found, _nothing))
+    return found
+
+
+def _nothing(*_: Any) -> None:
+    """A hook."""

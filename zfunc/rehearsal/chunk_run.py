@@ -362,7 +362,7 @@ class ChunkRun:
                 return self.skipped[n]
             self._come_again(n, flattened((xs, kw))[0])
             return call(*xs, **kw)
-        if self.over:
+        if self.over and not self.plan.to_the_end:
             raise Done
         plain = not kw and all(type(x) is Tensor or type(x) is Ghost for x in xs)
         ins = [*xs] if plain else flattened((xs, kw))[0]
@@ -454,10 +454,11 @@ class ChunkRun:
         self, xs: tuple[Any, ...], kw: dict[str, Any], n: int, plan: Called, ins: Sequence[Any]
     ) -> Any:
         self.active = False
-        if n >= self.route.last and not self.last and plan.chunk > self.chunk:
+        if n >= self.route.last and not self.last and plan.chunk > self.chunk and not self.over:
             self.over = True
             self._give()
-            raise Done
+            if not self.plan.to_the_end:
+                raise Done
         running = context.current()
         if running is not None:
             running.layer_calls += plan.inside

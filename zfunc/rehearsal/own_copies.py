@@ -32,12 +32,34 @@ _LIBRARIES = (
 
 
 class OwnCopies:
-    """Copies that belong together: what two functions share, their copies share."""
+    """Copies that belong together: what two functions share, their copies share.
+
+    Attributes:
+        changed: whether what functions reach has changed between layers, or behind them.
+    """
 
     def __init__(self) -> None:
+        self.changed = False
         self._made: dict[int, Any] = {}
         self._kept: list[Any] = []  # what was copied, so that no other object has its id
         self._globals: dict[int, dict[str, Any]] = {}
+        self._containers: list[Any] = []
+        self._cells: list[CellType] = []
+        self._noted: dict[int, Any] = {}
+
+    def begin_layer(self) -> None:
+        """Compare what they reach with what they did behind the layer before. Called at the end
+        too."""
+        now = self._held()
+        self.changed |= not all(_is_same(x, now[key]) for key, x in self._noted.items())
+
+    def end_layer(self) -> None:
+        """What a layer changes is its own."""
+        self._noted = self._held()
+
+    def _held(self) -> dict[int, Any]:
+        held = {id(x): _content(x) for x in self._cells}
+        return held | {id(x): x.copy() for x in (*self._containers, *self._globals.values())}
 
     def of(self, x: Any) -> Any:
         """A copy of a user's function or container; anything else is itself."""
@@ -60,6 +82,7 @@ class OwnCopies:
 
     def _container(self, x: Any) -> Any:
         made = self._keep(x, x.copy())
+        self._containers.append(made)
         if len(x) > MANY:
             return made
         if isinstance(x, dict):
@@ -96,15 +119,38 @@ class OwnCopies:
         return self._globals[key]
 
     def _cell(self, cell: CellType) -> CellType:
-        made: CellType = self._made.get(id(cell)) or self._keep(cell, CellType())
+        made: CellType | None = self._made.get(id(cell))
+        if made is None:
+            made = self._keep(cell, CellType())
+            self._cells.append(made)
         return made
 
 
-def _is_filled(cell: CellType) -> bool:
+_EMPTY = object()
+
+
+def _content(cell: CellType) -> Any:
     try:
-        return cell.cell_contents is not cell
+        return cell.cell_contents
     except ValueError:
+        return _EMPTY
+
+
+def _is_filled(cell: CellType) -> bool:
+    return _content(cell) is not _EMPTY
+
+
+def _is_same(was: Any, now: Any) -> bool:
+    """Whether it is the same object, or a container with the same ones."""
+    if was is now:
+        return True
+    if type(was) is not type(now) or type(was) not in CONTAINERS or len(was) != len(now):
         return False
+    if isinstance(now, dict):
+        return all(key in was and was[key] is x for key, x in now.items())
+    if isinstance(now, set):
+        return bool(now == was)
+    return all(x is y for x, y in zip(was, now, strict=True))
 
 
 def _names(code: CodeType) -> Iterator[str]:

@@ -123,6 +123,9 @@ class Rehearsed:
         flops_outside: the same outside layers, by chunk.
         flops_between: the same before the first call, and behind each of them.
         writes: where the loss writes to a tensor of the user's outside layers, if it does.
+        to_the_end: whether each chunk runs the loss to its end, since it changes Python's state:
+            what it counts, sets or removes behind its layers the next microbatch may look at.
+        draws: whether code outside layers draws from Python's or NumPy's own generator.
         layout, device, compute: of the parameters: where they are, and in which dtype they enter.
     """
 
@@ -134,6 +137,8 @@ class Rehearsed:
     flops_outside: tuple[int, ...]
     flops_between: tuple[int, ...]
     writes: str
+    to_the_end: bool
+    draws: bool
     layout: Layout
     device: torch.device
     compute: torch.dtype | None

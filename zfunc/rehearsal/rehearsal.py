@@ -33,6 +33,7 @@ from zfunc.rehearsal.between import Between
 from zfunc.rehearsal.crossing import Crossing, by_label, is_made_by
 from zfunc.rehearsal.eager import uncompiled
 from zfunc.rehearsal.failures import located
+from zfunc.rehearsal.generators import GlobalGenerators
 from zfunc.rehearsal.ghosts import (
     RUN,
     Ghost,
@@ -142,6 +143,8 @@ class _Rehearsal:
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.between = Between()
         self.own = UsersTensors()
+        self.copies = OwnCopies()
+        self.generators = GlobalGenerators()
         self.light_uses: dict[tuple[int, int], tuple[Ghost, Recipe | None]] = {}  # by chunk
         self.hooks: list[tuple[Ghost, str]] = []  # of what is made of parameters, and where
         self.viewed: dict[int, Tensor] = {}  # by memory: what layers have returned views of
@@ -169,16 +172,16 @@ class _Rehearsal:
         given, copies = _copied((args, kwargs))
         for x in copies:
             self.own.own(x)
-        own = OwnCopies()
-        tokens = context.push(_beside(running)), RUN.set(self), CALLED.set(own.of)
+        tokens = context.push(_beside(running)), RUN.set(self), CALLED.set(self.copies)
         try:
             # One rank that is a thread at a time: what they close over is the same.
             own_numbers, watched = self._put_back(), _Silence()
             with torch.enable_grad(), scope(0), own_numbers, uncompiled(), silent(), watched:
-                out = own.of(fn)(tree, *given[0], **given[1])
+                out = self.copies.of(fn)(tree, *given[0], **given[1])
                 if self.error is not None:
                     raise self.error
                 out = self._returned(out)
+                self._outside()
         except Exception as error:
             if (found := self._located(error)) is error:
                 raise
@@ -197,6 +200,8 @@ class _Rehearsal:
             flops_outside=tuple(self.flops_outside),
             flops_between=tuple(self.flops_between),
             writes=self.own.written_outside,
+            to_the_end=self.copies.changed or self.generators.drawn,
+            draws=self.generators.drawn,
             layout=self.layout,
             device=self.device,
             compute=running.compute,
@@ -215,6 +220,7 @@ class _Rehearsal:
                 if self.made_up is not None:
                     self.made_up.forget_marks()
                 self.own.restore()
+                self.generators.put_back()
 
     def _located(self, error: Exception) -> Exception:
         """An error of a layer says which one it is; all ranks have the same."""
@@ -459,6 +465,7 @@ class _Rehearsal:
         n, index = len(self.calls), info.key[1]
         ins, remake = flattened((xs, kw))
         self._label(n, "in", ins)
+        self._outside()
         self._begin(info, index)
         own = {id(x): _alias(x, n) for x in ins if type(x) is Ghost}
         around = containers((xs, kw))
@@ -494,6 +501,8 @@ class _Rehearsal:
             if type(ins[p]) is not Ghost:
                 self._elsewhere(ins[p])
         self.own.behind_layer()
+        self.generators.end_layer()
+        self.copies.end_layer()
         self.between.behind(n)
         self.calls[n] = replace(
             self.calls[n],
@@ -548,6 +557,11 @@ class _Rehearsal:
         become(x, was)
         self.overwrote(x, was)
 
+    def _outside(self) -> None:
+        """What has changed since the last layer was changed outside of layers."""
+        self.generators.begin_layer()
+        self.copies.begin_layer()
+
     def _begin(self, info: LayerInfo, index: int) -> None:
         chunk, name = self.chunk_of[index], self.layout.layers[index].name
         if self.calls and chunk < self.chunk:
@@ -555,7 +569,8 @@ class _Rehearsal:
                 f"layer {name}, of stage {chunk} of the pipeline, runs behind layer "
                 f"{self.calls[-1].name} of stage {self.chunk}. Layers must run in the order of "
                 "their stages. Give pipeline an example= of a batch: then they are divided in the "
-                "order in which they run. Or cut elsewhere: one that runs twice has one stage."
+                "order in which they run. Or cut elsewhere: one that runs twice has one stage, and "
+                "two passes of a model are one over their rows, joined."
             )
         self.chunk, self.failed = chunk, -1
         self.calls.append(Called(name, index, chunk, info.index, 0, 0, (), None, _no_rebuild, ()))
