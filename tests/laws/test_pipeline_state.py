@@ -174,9 +174,8 @@ def made(kind: type[nn.Module]) -> Model:
 def test_modules(kind: type[nn.Module], schedule: str) -> None:
     """Each rank has a module of its own, which nobody has called before. Gradients in float32, of
     the router, may be added in another order."""
-    once = kind in (HooksTakenAway, CountsCalls) and schedule == "zbv"
-    if once:
-        pytest.skip("what is counted by calls is counted by chunks")
+    if kind in (HooksTakenAway, CountsCalls) and schedule == "zbv":
+        pytest.skip("not right yet: a stage counts, or takes away, once for each of its chunks")
     wanted = made(kind).trained(lambda f: zf.accumulate(f, 4))
 
     def run() -> Any:

@@ -125,6 +125,7 @@ class Rehearsed:
         writes: where the loss writes to a tensor of the user's outside layers, if it does.
         to_the_end: whether each chunk runs the loss to its end, since it changes Python's state:
             what it counts, sets or removes behind its layers the next microbatch may look at.
+            A stage with several chunks counts once for each.
         draws: whether code outside layers draws from Python's or NumPy's own generator.
         layout, device, compute: of the parameters: where they are, and in which dtype they enter.
     """
