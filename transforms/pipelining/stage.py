@@ -109,7 +109,8 @@ class PipelineStage:
             if then == shapes:
                 return known
         key, about, memo = (name, self.layout, shapes), f"microbatch {i}", self.running.memo
-        rest = self.layout, args, kwargs, chunks, self.device, about
+        many = len(set(self.rank_of)) < len(self.rank_of)
+        rest = self.layout, args, kwargs, chunks, self.device, about, many
         found: Rehearsed = _remembered(memo, "rehearsed", key, partial(rehearse, self.fn, *rest))
         if name[0] == "loss":
             memo.setdefault("first rehearsed", found)
@@ -117,8 +118,8 @@ class PipelineStage:
         return found
 
     def _check_chunks(self) -> None:
-        """A loss that counts in a tensor of the user's would do so once for each chunk, and would
-        draw other numbers in each."""
+        """A loss that counts, in a tensor of the user's or in Python, would do so once for each
+        chunk, and would draw other numbers in each."""
         many = max(self.rank_of.count(rank) for rank in self.rank_of)
         if many == 1:
             return
@@ -130,6 +131,12 @@ class PipelineStage:
             raise CompositionError(
                 f"{written[0]}, outside the layers, writes to a tensor of yours, and would do so "
                 + how.format("Do it inside a layer")
+            )
+        if unlike := [plan.unlike for plan in self.plans if plan.unlike]:
+            raise CompositionError(
+                f"outside of layers the loss leaves Python's state so that it is not the same when "
+                f"it runs again: {unlike[0]}. It would do so "
+                + how.format("Do it inside a layer, or behind the step")
             )
         if any(plan.draws for plan in self.plans):
             raise CompositionError(
@@ -228,6 +235,10 @@ class PipelineStage:
         """The other arguments, for one run. A loss may write to its batch's dicts and arrays, and
         runs once for each chunk: each run has its own. Tensors that are written to are refused."""
         args, kwargs = self.batches[i]
+        if all(isinstance(x, Tensor) for x in args):
+            return args, {
+                name: x if isinstance(x, Tensor) else own(x) for name, x in kwargs.items()
+            }
         return own(args), own(kwargs)
 
     def telling(self, action: tuple[str, int, int]) -> AbstractContextManager[None]:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from zfunc.engine import context
 from zfunc.engine.accord import Accord
@@ -221,7 +222,7 @@ class Pass:
                 for own in chain.from_iterable(run.own_hooks for run in runs):
                     stack.enter_context(own)
                 leaves = chain.from_iterable(leaves for leaves, _ in rows)
-                torch.autograd.backward(outs, seeds, inputs=[*ends, *leaves])
+                _add_up(outs, seeds, [*ends, *leaves])
             for _, end in reversed(rows):  # as backward has come to them
                 end()
             return tuple(x.grad for x in inputs)
@@ -307,6 +308,23 @@ class Pass:
         self.transient.clear()
         self.results.clear()
         self.ends.clear()
+
+
+def _add_up(outs: Sequence[Tensor], seeds: Sequence[Tensor | None], ends: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward``, without its looking at each end: a tenth of a small unit's
+    time."""
+    if any(x is None for x in seeds):
+        torch.autograd.backward(outs, seeds, inputs=ends)
+        return
+    _engine_run_backward(
+        tuple(outs),
+        tuple(seeds),
+        False,
+        False,  # no graph of it
+        tuple(ends),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def enter(params: Tree) -> Tree:

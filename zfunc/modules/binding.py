@@ -187,6 +187,8 @@ class Template:
         }
         parts = list(self.modules.values())
         self.holders = [(part._buffers, dict(part._buffers)) for part in parts]
+        self.filled = [holder for holder, _ in self.holders]
+        self.usual = sum(map(len, self.filled))
         self.rnns = [
             (part, part._flat_weights, part._flat_weight_refs)
             for part in parts
@@ -345,6 +347,10 @@ class Template:
         self._drop_new_buffers()
 
     def _drop_new_buffers(self) -> None:
+        # One that has been replaced by another would be one more, and one taken out: each call
+        # binds all that there were.
+        if sum(map(len, self.filled)) == self.usual:
+            return
         for holder, names in self.holders:
             if len(holder) != len(names):
                 kept = {name: holder.get(name, rest) for name, rest in names.items()}

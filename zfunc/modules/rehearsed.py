@@ -76,6 +76,7 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
     """
     forwards, own = list(template.forwards), list[tuple[nn.Module, MethodType]]()
     layers, parts = _layers(template), [*template.modules.values()]
+    repeats, place = copies.repeats, id(template.pool)
     kept = [(part, *_attributes(part)) for part in parts]
     rows = [part.__dict__[name] for part in parts for name in _HOOKS]
     before = {i: dict(hooks) for i, hooks in enumerate(rows) if hooks}
@@ -85,7 +86,12 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
     def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             states.append(_state(parts, outer))
-            return forward(*args, **kwargs)
+            if repeats is None:
+                return forward(*args, **kwargs)
+            was = repeats.before_layer(_named(template, outer))
+            out = forward(*args, **kwargs)
+            repeats.behind_layer(was, _named(template, outer))
+            return out
 
         return call
 
@@ -100,10 +106,16 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
             part.__dict__["forward"] = made
         for i, part in enumerate(layers):
             template.forwards[i] = noting(_hooked(part, copies.of(forwards[i]), []))
+        if repeats is not None:  # hooks that came in the first call run again where they ran there
+            _begin(repeats, place, parts, rows)
+            repeats.start(_named(template, outer))
         yield
         if states:
             end = _state(parts, outer)
             copies.changed |= not all(_is_alike(then, end) for then in states)
+        if repeats is not None:
+            repeats.before_layer(_named(template, outer))
+            repeats.left[place] = [_left(part) for part in parts], [dict(hooks) for hooks in rows]
     finally:
         template.forwards[:] = forwards
         for part, _ in own:
@@ -126,6 +138,44 @@ def _state(parts: Sequence[nn.Module], outer: Sequence[nn.Module]) -> list[Any]:
     """What code outside of layers may change: hooks of any module, attributes of those outside."""
     hooks = [(*part._forward_pre_hooks, *part._forward_hooks) for part in parts]
     return [hooks, *(x for part in outer for x in _attributes(part))]
+
+
+def _named(template: Template, outer: Sequence[nn.Module]) -> dict[Any, Any]:
+    """The same by module and name, as two calls have it alike: a hook that is given anew has
+    another number."""
+    found: dict[Any, Any] = {}
+    for path, part in template.modules.items():
+        many = len(part._forward_pre_hooks), len(part._forward_hooks)
+        found[id(part), f"the hooks of {path or 'the module'}"] = many
+    for part in outer:
+        values = _defaults(type(part)) | _attributes(part)[0]
+        name = type(part).__name__
+        found.update(((id(part), f"{name}.{key}"), x) for key, x in values.items())
+    return found
+
+
+def _defaults(kind: type) -> dict[str, Any]:
+    """What an attribute is that no instance has set yet."""
+    own = [x for x in kind.__mro__ if issubclass(x, nn.Module) and x is not nn.Module]
+    rows = (vars(x).items() for x in reversed(own))
+    return {key: x for row in rows for key, x in row if isinstance(x, bool | int | float | str)}
+
+
+def _left(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    values, contents = _attributes(part)
+    return dict(values), contents
+
+
+def _begin(repeats: Any, place: Any, parts: Sequence[nn.Module], rows: Sequence[Any]) -> None:
+    """A second call begins with what the first has left."""
+    if not repeats.second or place not in repeats.left:
+        return
+    states, hooks = repeats.left[place]
+    for part, (values, contents) in zip(parts, states, strict=True):
+        _put_back(part, values, contents)
+    for row, was in zip(rows, hooks, strict=True):
+        row.clear()
+        row.update(was)
 
 
 def _is_alike(a: Any, b: Any) -> bool:

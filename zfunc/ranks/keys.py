@@ -193,7 +193,7 @@ _thread = _Thread()
 
 def _generators() -> list[torch.Generator]:
     recorded = _watchers and _watchers[-1].recording  # then the GPU's is the graph's
-    if torch.cuda.is_initialized() and not recorded:
+    if not recorded and torch.cuda.is_initialized():
         device = torch.cuda.default_generators[torch.cuda.current_device()]
         return [torch.default_generator, device]
     return [torch.default_generator]
@@ -268,17 +268,18 @@ class scope:
     def __enter__(self) -> None:
         if _watchers:
             _watchers[-1].enter(self.path)  # it may refuse
-        if not _thread.found:
+        if not (scopes := _thread.found):
             _acquire()
-        _thread.found.append(_save())
-        for generator, _ in _thread.found[-1]:
+        scopes.append(found := _save())
+        for generator, _ in found:
             generator.manual_seed(self.seed)
 
     def __exit__(self, *exception: Any) -> None:
-        _restore(_thread.found.pop())
+        scopes = _thread.found
+        _restore(scopes.pop())
         if _watchers:
             _watchers[-1].leave()
-        if not _thread.found:
+        if not scopes:
             _release()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import zfunc.engine
+from zfunc.rehearsal.repeats import Repeats
 
 __all__ = ["OwnCopies", "is_users"]
 
@@ -36,26 +37,48 @@ class OwnCopies:
 
     Attributes:
         changed: whether what functions reach has changed between layers, or behind them.
+        repeats: is told what they reach, where that is asked for.
     """
 
-    def __init__(self) -> None:
-        self.changed = False
+    def __init__(self, repeats: Repeats | None = None) -> None:
+        self.changed, self.repeats = False, repeats
         self._made: dict[int, Any] = {}
         self._kept: list[Any] = []  # what was copied, so that no other object has its id
         self._globals: dict[int, dict[str, Any]] = {}
         self._containers: list[Any] = []
         self._cells: list[CellType] = []
+        self._called: dict[int, str] = {}  # cells
         self._noted: dict[int, Any] = {}
+        self._names: set[str] = set()  # of the globals that they use
+        self._before: dict[Any, Any] = {}
+
+    def begin(self) -> None:
+        """What is there before anything has run."""
+        self._noted = {}
+        if self.repeats is not None:
+            self.repeats.start(self._reached())
 
     def begin_layer(self) -> None:
         """Compare what they reach with what they did behind the layer before. Called at the end
         too."""
         now = self._held()
         self.changed |= not all(_is_same(x, now[key]) for key, x in self._noted.items())
+        if self.repeats is not None:
+            self._before = self.repeats.before_layer(self._reached())
 
     def end_layer(self) -> None:
         """What a layer changes is its own."""
         self._noted = self._held()
+        if self.repeats is not None:
+            self.repeats.behind_layer(self._before, self._reached())
+
+    def _reached(self) -> dict[Any, Any]:
+        """What they reach, by where that is and what it is called."""
+        cells = {(id(x), self._called[id(x)]): _content(x) for x in self._cells}
+        lists = {(id(x), "what it has as a default"): x for x in self._containers}
+        around = self._globals.values()
+        named = {(id(x), name): x[name] for x in around for name in self._names if name in x}
+        return cells | lists | named
 
     def _held(self) -> dict[int, Any]:
         held = {id(x): _content(x) for x in self._cells}
@@ -93,7 +116,11 @@ class OwnCopies:
         return made
 
     def _function(self, fn: FunctionType) -> FunctionType:
-        around, cells = self._around(fn), tuple(self._cell(c) for c in fn.__closure__ or ())
+        around, closed = (
+            self._around(fn),
+            zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True),
+        )
+        cells = tuple(self._cell(cell, name) for name, cell in closed)
         made = FunctionType(fn.__code__, around, fn.__name__, None, cells)
         self._keep(fn, made)
         functools.update_wrapper(made, fn)
@@ -108,6 +135,7 @@ class OwnCopies:
                 new.cell_contents = self.of(cell.cell_contents)
         for name in _names(fn.__code__):
             if name in fn.__globals__:
+                self._names.add(name)
                 around[name] = self.of(fn.__globals__[name])
         return made
 
@@ -118,11 +146,12 @@ class OwnCopies:
             self._globals[key] = dict(fn.__globals__)
         return self._globals[key]
 
-    def _cell(self, cell: CellType) -> CellType:
+    def _cell(self, cell: CellType, name: str) -> CellType:
         made: CellType | None = self._made.get(id(cell))
         if made is None:
             made = self._keep(cell, CellType())
             self._cells.append(made)
+            self._called[id(made)] = name
         return made
 
 

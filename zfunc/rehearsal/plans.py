@@ -125,8 +125,9 @@ class Rehearsed:
         writes: where the loss writes to a tensor of the user's outside layers, if it does.
         to_the_end: whether each chunk runs the loss to its end, since it changes Python's state:
             what it counts, sets or removes behind its layers the next microbatch may look at.
-            A stage with several chunks counts once for each.
+            A stage with several chunks would count once for each: see ``unlike``.
         draws: whether code outside layers draws from Python's or NumPy's own generator.
+        unlike: what is not the same when the loss runs again, if that was to be found out.
         layout, device, compute: of the parameters: where they are, and in which dtype they enter.
     """
 
@@ -140,6 +141,7 @@ class Rehearsed:
     writes: str
     to_the_end: bool
     draws: bool
+    unlike: str
     layout: Layout
     device: torch.device
     compute: torch.dtype | None

@@ -53,6 +53,7 @@ from zfunc.rehearsal.made_up import MadeUp, calls_in, memory_id, unmark, version
 from zfunc.rehearsal.own_copies import OwnCopies
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, SameContainer, Spec
 from zfunc.rehearsal.refs import GhostRef, Seam, outer_tree
+from zfunc.rehearsal.repeats import Repeats
 from zfunc.rehearsal.results import containers, flattened, is_array, structure, tensors_in
 from zfunc.rehearsal.silence import silent
 from zfunc.rehearsal.sites import site
@@ -71,6 +72,7 @@ def rehearse(
     chunk_of: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
     about: str = "a batch",
+    twice: bool = False,
 ) -> Rehearsed:
     """Run ``fn(params, *args, **kwargs)`` on the shapes of parameters.
 
@@ -81,6 +83,7 @@ def rehearse(
         chunk_of: for each of the layout's layers the chunk that it is in; all in one by default.
         device: where parameters will be.
         about: what is rehearsed, for messages.
+        twice: whether to find out if it does the same when it runs again.
 
     Returns:
         What each chunk needs, gives and uses, and what the function returns.
@@ -92,10 +95,20 @@ def rehearse(
     """
     chunks = list(chunk_of) if chunk_of is not None else [0] * len(layout.layers)
     rest, at = (args, dict(kwargs or {})), torch.device(device)
-    try:
-        return _Rehearsal(layout, chunks, at, False, about).run(fn, *rest)
-    except _Looked:
-        return _Rehearsal(layout, chunks, at, True, about).run(fn, *rest)
+    for invents in (False, True):
+        copies = OwnCopies(Repeats() if twice else None)
+        try:
+            plan = _Rehearsal(layout, chunks, at, invents, about, copies).run(fn, *rest)
+        except _Looked:
+            continue
+        if (repeats := copies.repeats) is not None and repeats.changed:
+            repeats.second = True
+            again = _Rehearsal(layout, chunks, at, invents, about, copies)
+            with suppress(Exception, _Looked):  # by ghosts that the first one has left, say
+                again.run(fn, *rest)
+                return replace(plan, unlike=repeats.difference())
+        return plan
+    raise AssertionError("on made-up numbers a layer may look at them")
 
 
 class _Looked(BaseException):
@@ -131,6 +144,7 @@ class _Rehearsal:
         device: torch.device,
         invents: bool,
         about: str,
+        copies: OwnCopies,
     ) -> None:
         self.layout, self.chunk_of, self.device = layout, chunk_of, device
         self.made_up = MadeUp() if invents else None
@@ -143,7 +157,7 @@ class _Rehearsal:
         self.overwritten: list[tuple[Tensor, Tensor]] = []
         self.between = Between()
         self.own = UsersTensors()
-        self.copies = OwnCopies()
+        self.copies = copies
         self.generators = GlobalGenerators()
         self.light_uses: dict[tuple[int, int], tuple[Ghost, Recipe | None]] = {}  # by chunk
         self.hooks: list[tuple[Ghost, str]] = []  # of what is made of parameters, and where
@@ -177,7 +191,9 @@ class _Rehearsal:
             # One rank that is a thread at a time: what they close over is the same.
             own_numbers, watched = self._put_back(), _Silence()
             with torch.enable_grad(), scope(0), own_numbers, uncompiled(), silent(), watched:
-                out = self.copies.of(fn)(tree, *given[0], **given[1])
+                own_fn = self.copies.of(fn)
+                self.copies.begin()
+                out = own_fn(tree, *given[0], **given[1])
                 if self.error is not None:
                     raise self.error
                 out = self._returned(out)
@@ -202,6 +218,7 @@ class _Rehearsal:
             writes=self.own.written_outside,
             to_the_end=self.copies.changed or self.generators.drawn,
             draws=self.generators.drawn,
+            unlike="",
             layout=self.layout,
             device=self.device,
             compute=running.compute,
@@ -425,6 +442,8 @@ class _Rehearsal:
             self._use_kept(n, self.calls[n].chunk)
         for label, x in () if self.inside else self.between.labels(func, out):
             if type(x) is Ghost:
+                if self.copies.repeats is not None:
+                    self.copies.repeats.called(named(func), given)
                 x.made = label, x.memory.version
                 x.of = [g for g in tensors_in(given) if type(g) is Ghost and g is not x]
 
@@ -467,6 +486,8 @@ class _Rehearsal:
         self._label(n, "in", ins)
         self._outside()
         self._begin(info, index)
+        if self.copies.repeats is not None:
+            self.copies.repeats.called("layer", ins)
         own = {id(x): _alias(x, n) for x in ins if type(x) is Ghost}
         around = containers((xs, kw))
         if own:
