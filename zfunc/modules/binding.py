@@ -16,7 +16,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from threading import get_ident
 from types import MappingProxyType
 from typing import Any
@@ -24,8 +24,10 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 from torch.nn import Parameter
 from torch.nn.utils import parametrize
+from torch.overrides import _pop_mode_temporarily
 
 from zfunc.engine.context import current
 from zfunc.engine.passes import layer
@@ -124,7 +126,8 @@ class Template:
 
     def __init__(self, pool: TemplatePool) -> None:
         self.pool, self.anatomy = pool, pool.anatomy
-        self.module, self.wiring = copy.deepcopy(pool.skeleton), Wiring()
+        with _unwatched():
+            self.module, self.wiring = copy.deepcopy(pool.skeleton), Wiring()
         if pool.plan is not None:  # first, so that kernels leave alone what ends in a sum
             wire(self.wiring, self.module, self.anatomy, pool.plan, pool.rank)
         for fuse in pool.fuses:
@@ -394,6 +397,15 @@ class Template:
         self.facade = (device, dtypes)
         for i, unit in enumerate(self.anatomy.units):
             self.unit_rest[i] = self._resting(unit.leaves, self.lazy_sources[i], device, dtypes)
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """A block whose calls no mode of the caller's sees: it would take as long as all the rest."""
+    with ExitStack() as stack:
+        for _ in range(_len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def _fill(slots: Iterable[Filled]) -> None:
