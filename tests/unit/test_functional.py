@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tests.unit.functional_models import (
     MODULES,
@@ -194,3 +195,23 @@ def test_params_come_in_the_order_in_which_a_module_defines_them() -> None:
             return self.head(self.blocks[1](self.blocks[0](self.late(self.table(x)))))
 
     assert list(functionalize(Model()).params) == ["table", "late", "blocks", "alone", "head"]
+
+
+def test_no_mode_sees_a_module_being_copied() -> None:
+    """A mode of Python's is called for each tensor, and a rehearsal has one."""
+    seen: set[Any] = set()
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.add(func)
+            return func(*args, **(kwargs or {}))
+
+    model = functionalize(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
+    x = torch.ones(2)
+    with Watching():
+        model.apply(model.params, x)
+        assert torch._C._nn.linear in seen and Tensor.clone not in seen
+        torch.ones(1)
+        assert torch.ones in seen  # it sees what comes behind
