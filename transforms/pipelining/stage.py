@@ -134,8 +134,8 @@ class PipelineStage:
             )
         if unlike := [plan.unlike for plan in self.plans if plan.unlike]:
             raise CompositionError(
-                f"outside of layers the loss leaves Python's state so that it is not the same when "
-                f"it runs again: {unlike[0]}. It would do so "
+                f"the loss is not the same when it runs again, for what it leaves outside of layers: "
+                f"{unlike[0]}. It would do so "
                 + how.format("Do it inside a layer, or behind the step")
             )
         if any(plan.draws for plan in self.plans):

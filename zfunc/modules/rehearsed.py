@@ -7,7 +7,7 @@ collect what layers return, see what stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -81,6 +81,7 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
     rows = [part.__dict__[name] for part in parts for name in _HOOKS]
     before = {i: dict(hooks) for i, hooks in enumerate(rows) if hooks}
     outer = _outside(template)
+    outside = frozenset(outer)
     states: list[Any] = []
 
     def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,9 +89,9 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
             states.append(_state(parts, outer))
             if repeats is None:
                 return forward(*args, **kwargs)
-            was = repeats.before_layer(_named(template, outer))
+            was = repeats.before_layer(_named(template, outside))
             out = forward(*args, **kwargs)
-            repeats.behind_layer(was, _named(template, outer))
+            repeats.behind_layer(was, _named(template, outside))
             return out
 
         return call
@@ -108,13 +109,13 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
             template.forwards[i] = noting(_hooked(part, copies.of(forwards[i]), []))
         if repeats is not None:  # hooks that came in the first call run again where they ran there
             _begin(repeats, place, parts, rows)
-            repeats.start(_named(template, outer))
+            repeats.start(_named(template, outside))
         yield
         if states:
             end = _state(parts, outer)
             copies.changed |= not all(_is_alike(then, end) for then in states)
         if repeats is not None:
-            repeats.before_layer(_named(template, outer))
+            repeats.before_layer(_named(template, outside))
             repeats.left[place] = [_left(part) for part in parts], [dict(hooks) for hooks in rows]
     finally:
         template.forwards[:] = forwards
@@ -140,17 +141,18 @@ def _state(parts: Sequence[nn.Module], outer: Sequence[nn.Module]) -> list[Any]:
     return [hooks, *(x for part in outer for x in _attributes(part))]
 
 
-def _named(template: Template, outer: Sequence[nn.Module]) -> dict[Any, Any]:
+def _named(template: Template, outside: Collection[nn.Module]) -> dict[Any, Any]:
     """The same by module and name, as two calls have it alike: a hook that is given anew has
     another number."""
     found: dict[Any, Any] = {}
+    pool = id(template.pool)  # a second call may have another template
     for path, part in template.modules.items():
         many = len(part._forward_pre_hooks), len(part._forward_hooks)
-        found[id(part), f"the hooks of {path or 'the module'}"] = many
-    for part in outer:
-        values = _defaults(type(part)) | _attributes(part)[0]
-        name = type(part).__name__
-        found.update(((id(part), f"{name}.{key}"), x) for key, x in values.items())
+        found[pool, path, f"the hooks of {path or 'the module'}"] = many
+        if part in outside:
+            values = _defaults(type(part)) | _attributes(part)[0]
+            name = type(part).__name__
+            found.update(((pool, path, f"{name}.{key}"), x) for key, x in values.items())
     return found
 
 
