@@ -134,7 +134,7 @@ class PipelineStage:
             )
         if unlike := [plan.unlike for plan in self.plans if plan.unlike]:
             raise CompositionError(
-                f"the loss is not the same when it runs again, for what it leaves outside of layers: "
+                "the loss does not do the same when it runs again, by what is outside of layers: "
                 f"{unlike[0]}. It would do so "
                 + how.format("Do it inside a layer, or behind the step")
             )
