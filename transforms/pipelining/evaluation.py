@@ -134,7 +134,7 @@ def forward(
         owner.plan.order = [(source.index, u) for u in stage.layers(k)]
         run = stage.run_of(i, k, source)
         with stage.within(owner), torch.no_grad():
-            out = run.run(stage.fn, source.tree, tuple(args), kwargs)
+            out = run.run(stage.fn, stage.tree_of(source), tuple(args), kwargs)
             owner.computed()
         owner.finish()
         return out

@@ -217,7 +217,7 @@ class _Step(PipelineStage):
         drawn = partial(randomness, call=self.call + i)
         with self.within(owner) as running, drawn(running), torch.enable_grad():
             part.scope_of = running.layer_scope
-            out = part.run.run(self.fn, source.tree, *self.given(i))
+            out = part.run.run(self.fn, self.tree_of(source), *self.given(i))
             owner.computed()
             if k == self.last:
                 self._lose(part, out)

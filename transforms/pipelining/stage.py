@@ -29,12 +29,13 @@ from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label, Rehearsed, Spec
+from zfunc.rehearsal.refs import StageRef
 from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.rehearsal.results import fields_of, is_array, own
 from zfunc.rehearsal.values import is_value
 from zfunc.transforms.pipelining.failures import telling
 from zfunc.transforms.pipelining.messages import StageMessage, Wire
-from zfunc.trees.nodes import NAMESPACE
+from zfunc.trees.nodes import NAMESPACE, Tree
 
 __all__ = ["PipelineStage", "chunks_of_layers", "flat_spec"]
 
@@ -240,6 +241,11 @@ class PipelineStage:
                 name: x if isinstance(x, Tensor) else own(x) for name, x in kwargs.items()
             }
         return own(args), own(kwargs)
+
+    def tree_of(self, source: Source) -> Callable[[Mapping[int, Any]], Tree]:
+        """The params tree for a run, given the leaves outside of layers."""
+        ref = partial(StageRef, self.device, self.running.compute)
+        return partial(source.tree, ref=ref)
 
     def telling(self, action: tuple[str, int, int]) -> AbstractContextManager[None]:
         """A block that is one action of this stage: its errors say so, on all ranks."""

@@ -160,9 +160,11 @@ class Source:
             found.update(run.leaves())
         return self.tree(found)
 
-    def tree(self, found: Mapping[int, Any]) -> Tree:
+    def tree(
+        self, found: Mapping[int, Any], ref: Callable[[Source, int], LayerRef] = LayerRef
+    ) -> Tree:
         """The tree with these leaves, by leaf index, outside of layers, and references for
-        layers."""
+        layers, made by ``ref``."""
         layout = self.layout
         if not layout.layers and layout.spec.is_leaf():
             return found.get(0)
@@ -170,7 +172,7 @@ class Source:
         at, k = 0, 0
         while at < len(layout.slots) or k < len(layout.layers):
             if k < len(layout.layers) and layout.layers[k].start == at:
-                items.append(LayerRef(self, k))
+                items.append(ref(self, k))
                 at, k = layout.layers[k].stop, k + 1
             else:
                 items.append(found.get(at))

@@ -7,15 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 import optree
+import torch
 
 from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.primitives import Ref
+from zfunc.engine.sources import LayerRef, Source
 from zfunc.engine.step import Transform
 from zfunc.layout.layout import Layout
-from zfunc.rehearsal.ghosts import RUN
-from zfunc.trees.nodes import Tree
+from zfunc.rehearsal.ghosts import RUN, ghost_leaves
+from zfunc.trees.nodes import Tree, register
 
-__all__ = ["GhostRef", "Seam", "outer_tree"]
+__all__ = ["GhostRef", "Seam", "StageRef", "outer_tree"]
 
 
 class Seam(Transform):
@@ -49,6 +51,35 @@ class GhostRef(Ref):
 
     def __repr__(self) -> str:
         return f"GhostRef({self.span.name})"
+
+
+class StageRef(LayerRef):
+    """A layer in a run of a stage. Its parameters enter for its call; who looks at them elsewhere
+    sees ghosts, on this stage as on those that do not have the layer."""
+
+    def __init__(
+        self, device: torch.device, compute: torch.dtype | None, source: Source, layer: int
+    ) -> None:
+        super().__init__(source, layer)
+        self.device, self.compute = device, compute
+
+    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        return LayerRef(self.source, self.layer).call(fn, xs, kw)
+
+    def force(self) -> Tree:
+        if self.runs and all(run.entered is not None for run in self.runs):  # within its call
+            return super().force()
+        indices = range(self.span.start, self.span.stop)
+        ghosts = ghost_leaves(self.layout, self.device, self.compute, indices)
+        return optree.tree_unflatten(self.span.spec, [ghosts.get(i) for i in indices])
+
+
+for kind in (GhostRef, StageRef):  # as what stands there where there is no pipeline
+    register(
+        kind,
+        lambda ref: ((ref.force(),), None, ("",)),
+        lambda _, children: children[0],
+    )
 
 
 def outer_tree(layout: Layout, layers: Sequence[Any], root: Mapping[int, Any]) -> Tree:

@@ -1,0 +1,76 @@
+"""What a loss does with parameters outside of the calls of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+
+import zfunc as zf
+from tests.laws.cases import assert_near
+from tests.laws.pipelines import Model, rows
+from tests.laws.test_pipeline_state import Stack, made
+from zfunc.errors import CompositionError
+from zfunc.trees.nodes import NAMESPACE
+
+Leaves = Callable[[Any], list[Any]]
+
+WAYS: dict[str, Leaves] = {
+    "torch": torch.utils._pytree.tree_leaves,
+    "optree": lambda p: optree.tree_leaves(p, namespace=NAMESPACE),
+    "by hand": lambda p: [p["head"]["weight"], *(x["linear"]["weight"] for x in p["blocks"])],
+}
+SCHEDULES = ("1f1b", "zb", "zbv")
+
+
+def with_parameters(of: Callable[[list[Any]], Any]) -> Callable[[str], Model]:
+    def make(way: str) -> Model:
+        model = made(Stack)
+        return Model(model.params, lambda p, batch: model.loss(p, batch) + of(WAYS[way](p)), rows)
+
+    return make
+
+
+counted = with_parameters(lambda leaves: sum(x.numel() + len(x.shape) for x in leaves) / 100)
+penalised = with_parameters(lambda leaves: sum(x.square().sum() for x in leaves))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("way", WAYS)
+def test_shapes_of_all_parameters(way: str, schedule: str) -> None:
+    wanted = counted(way).trained(lambda f: zf.accumulate(f, 4))
+
+    def run() -> Any:
+        return counted(way).trained(lambda f: zf.pipeline(f, 4, pipe=2, schedule=schedule))
+
+    for found in zf.simulate(2)(run)():
+        assert_near(found, wanted, 1e-9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_of_layers_are_refused(way: str, schedule: str) -> None:
+    """No stage has them all."""
+
+    def run() -> Any:
+        return penalised(way).trained(lambda f: zf.pipeline(f, 4, pipe=2, schedule=schedule))
+
+    with pytest.raises(CompositionError, match=r"is a parameter of layer blocks\.0, and is read"):
+        zf.simulate(2)(run)()
+
+
+def test_numbers_outside_of_layers_are_right() -> None:
+    def loss_of(model: Model) -> Callable[[Any, Any], Tensor]:
+        return lambda p, batch: model.loss(p, batch) + p["head"]["weight"].abs().sum()
+
+    def trained(wrap: Callable[[Any], Any]) -> Any:
+        model = made(Stack)
+        return Model(model.params, loss_of(model), rows).trained(wrap)
+
+    wanted = trained(lambda f: zf.accumulate(f, 4))
+    for found in zf.simulate(2)(lambda: trained(lambda f: zf.pipeline(f, 4, pipe=2)))():
+        assert_near(found, wanted, 1e-9)
