@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import zfunc as zf
@@ -95,6 +95,24 @@ def integers(p: Any, batch: Any) -> Tensor:
 def penalties_of_roots(p: Any, batch: Any) -> Tensor:
     more = p["first"]["w"].square().sum() + p["s"].square().sum()
     return base(p, batch) + 0.01 * more
+
+
+def first_of_two_detached(p: Any, batch: Any) -> Tensor:
+    """Only the second call of each layer has a gradient."""
+    x = batch["x"]
+    for each in (*p["blocks"], *p["more"]):
+        seen = zf.layer(layer, each, x).detach()
+        x = zf.layer(layer, each, x) + 0.1 * seen
+    return end(x, batch)
+
+
+def second_of_two_unused(p: Any, batch: Any) -> Tensor:
+    x = batch["x"]
+    for each in (*p["blocks"], *p["more"]):
+        y = zf.layer(layer, each, x)
+        zf.layer(layer, each, 2 * x)
+        x = y
+    return end(x, batch)
 
 
 def checkpointed(p: Any, batch: Any) -> Tensor:
@@ -249,6 +267,7 @@ RIGHT: list[Loss] = [base, layers_twice, outputs_twice, closing_over_an_early_va
 RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, structures]
 RIGHT += [written_in_place, a_layer_that_does_not_run, sums_of_early_values]
 RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_batch]
+RIGHT += [first_of_two_detached, second_of_two_unused]
 RIGHT += [without_gradients, noise_like_a_view, gradients_that_are_not_linear]
 RIGHT += [containers_given_twice, masks_that_are_kept]
 RIGHT += [compiled_between_layers, checkpointed_pairs, containers_that_come_back]
@@ -349,40 +368,6 @@ def test_what_is_remembered_of_numbers_that_change_is_bounded(
     losses, state = model.trained(lambda f: zf.accumulate(f, 3), steps=7)
     for found in zf.simulate(2)(run)():
         assert_near(found, (losses, state.params), 1e-9)
-
-
-class Remembering(nn.Module):
-    """It makes what it needs when it is first called, and keeps it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.mask, self.calls = nn.Linear(6, 6), None, 0
-        self.scales: dict[int, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.mask is None:
-            self.mask = x.new_ones(len(x), len(x)).tril() / len(x)
-        if len(x) not in self.scales:
-            self.scales[len(x)] = x.new_full((6,), 0.5)
-        return x + torch.tanh(self.linear(self.mask @ x) * self.scales[len(x)])
-
-
-def test_modules_that_keep_what_they_need() -> None:
-    torch.manual_seed(0)
-    module = nn.Sequential(*(Remembering() for _ in range(4))).double()
-
-    def trained(wrap: Callable[..., Any]) -> Any:
-        model = zf.functionalize(module)
-
-        def loss(p: Any, batch: Any) -> Tensor:
-            return end(model.apply(p, batch["x"]), batch)
-
-        return Model(model.params, loss, rows).trained(wrap, steps=2)
-
-    wanted = trained(lambda f: zf.accumulate(f, 3))
-    for run in zf.simulate(2)(lambda: trained(lambda f: zf.pipeline(f, 3, pipe=2)))():
-        assert_near(run, wanted, 1e-9)
 
 
 # What stages cannot do

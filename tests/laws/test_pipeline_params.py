@@ -8,7 +8,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor
 
 import zfunc as zf
 from tests.laws.cases import assert_near
@@ -61,16 +60,3 @@ def test_numbers_of_layers_are_refused(way: str, schedule: str) -> None:
 
     with pytest.raises(CompositionError, match=r"is a parameter of layer blocks\.0, and is read"):
         zf.simulate(2)(run)()
-
-
-def test_numbers_outside_of_layers_are_right() -> None:
-    def loss_of(model: Model) -> Callable[[Any, Any], Tensor]:
-        return lambda p, batch: model.loss(p, batch) + p["head"]["weight"].abs().sum()
-
-    def trained(wrap: Callable[[Any], Any]) -> Any:
-        model = made(Stack)
-        return Model(model.params, loss_of(model), rows).trained(wrap)
-
-    wanted = trained(lambda f: zf.accumulate(f, 4))
-    for found in zf.simulate(2)(lambda: trained(lambda f: zf.pipeline(f, 4, pipe=2)))():
-        assert_near(found, wanted, 1e-9)

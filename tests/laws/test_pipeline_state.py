@@ -265,6 +265,40 @@ def test_modules(kind: type[nn.Module], schedule: str) -> None:
         assert_near(found, wanted, 1e-6 if kind is Routers else 1e-9)
 
 
+class Remembering(nn.Module):
+    """It makes what it needs when it is first called, and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask, self.calls = nn.Linear(6, 6), None, 0
+        self.scales: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.mask is None:
+            self.mask = x.new_ones(len(x), len(x)).tril() / len(x)
+        if len(x) not in self.scales:
+            self.scales[len(x)] = x.new_full((6,), 0.5)
+        return x + torch.tanh(self.linear(self.mask @ x) * self.scales[len(x)])
+
+
+def test_modules_that_keep_what_they_need() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Remembering() for _ in range(4))).double()
+
+    def trained(wrap: Callable[..., Any]) -> Any:
+        model = zf.functionalize(module)
+
+        def loss(p: Any, batch: Any) -> Tensor:
+            return (model.apply(p, batch["x"]).sum(1, keepdim=True) - batch["y"]).square().mean()
+
+        return Model(model.params, loss, rows).trained(wrap, steps=2)
+
+    wanted = trained(lambda f: zf.accumulate(f, 3))
+    for run in zf.simulate(2)(lambda: trained(lambda f: zf.pipeline(f, 3, pipe=2)))():
+        assert_near(run, wanted, 1e-9)
+
+
 def counting() -> Callable[[Any, Any], Tensor]:
     """A loss that anneals by a number that it counts itself, behind its layers."""
     inner, calls = made(Stack).loss, 0

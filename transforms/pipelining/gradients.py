@@ -294,6 +294,7 @@ class _Step(PipelineStage):
     def _done(self, i: int, k: int) -> None:
         owner = self.parts.pop((i, k)).owner
         if owner.holding:
+            owner.finish()  # a layer that was called twice may have got a gradient once
             owner.close()
         else:
             self.finished.append(owner)

@@ -236,11 +236,7 @@ class PipelineStage:
         """The other arguments, for one run. A loss may write to its batch's dicts and arrays, and
         runs once for each chunk: each run has its own. Tensors that are written to are refused."""
         args, kwargs = self.batches[i]
-        if all(isinstance(x, Tensor) for x in args):
-            return args, {
-                name: x if isinstance(x, Tensor) else own(x) for name, x in kwargs.items()
-            }
-        return own(args), own(kwargs)
+        return tuple(map(own, args)), {name: own(x) for name, x in kwargs.items()}
 
     def tree_of(self, source: Source) -> Callable[[Mapping[int, Any]], Tree]:
         """The params tree for a run, given the leaves outside of layers."""

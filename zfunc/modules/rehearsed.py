@@ -7,7 +7,7 @@ collect what layers return, see what stands for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
@@ -80,18 +80,17 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
     kept = [(part, *_attributes(part)) for part in parts]
     rows = [part.__dict__[name] for part in parts for name in _HOOKS]
     before = {i: dict(hooks) for i, hooks in enumerate(rows) if hooks}
-    outer = _outside(template)
-    outside = frozenset(outer)
+    outside = _outside(template)
     states: list[Any] = []
 
     def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            states.append(_state(parts, outer))
+            states.append(_state(template, outside))
             if repeats is None:
                 return forward(*args, **kwargs)
-            was = repeats.before_layer(_named(template, outside))
+            was = repeats.before_layer(states[-1])
             out = forward(*args, **kwargs)
-            repeats.behind_layer(was, _named(template, outside))
+            repeats.behind_layer(was, _state(template, outside))
             return out
 
         return call
@@ -109,14 +108,14 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
             template.forwards[i] = noting(_hooked(part, copies.of(forwards[i]), []))
         if repeats is not None:  # hooks that came in the first call run again where they ran there
             _begin(repeats, place, parts, rows)
-            repeats.start(_named(template, outside))
+            repeats.start(_state(template, outside))
         yield
-        if states:
-            end = _state(parts, outer)
-            copies.changed |= not all(_is_alike(then, end) for then in states)
+        end = _state(template, outside)
+        for then in states:
+            copies.compare(then, end)
         if repeats is not None:
-            repeats.before_layer(_named(template, outside))
-            repeats.left[place] = [_left(part) for part in parts], [dict(hooks) for hooks in rows]
+            repeats.before_layer(end)
+            repeats.left[place] = list(map(_attributes, parts)), list(map(dict, rows))
     finally:
         template.forwards[:] = forwards
         for part, _ in own:
@@ -129,30 +128,23 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
             _put_back(part, values, contents)
 
 
-def _outside(template: Template) -> list[nn.Module]:
-    """The modules that are in no layer."""
+def _outside(template: Template) -> list[tuple[str, nn.Module]]:
+    """The modules that are in no layer, and their paths."""
     layers = tuple(f"{unit.module}." for unit in template.anatomy.units)
-    return [x for name, x in template.modules.items() if not f"{name}.".startswith(layers)]
+    return [each for each in template.modules.items() if not f"{each[0]}.".startswith(layers)]
 
 
-def _state(parts: Sequence[nn.Module], outer: Sequence[nn.Module]) -> list[Any]:
-    """What code outside of layers may change: hooks of any module, attributes of those outside."""
-    hooks = [(*part._forward_pre_hooks, *part._forward_hooks) for part in parts]
-    return [hooks, *(x for part in outer for x in _attributes(part))]
-
-
-def _named(template: Template, outside: Collection[nn.Module]) -> dict[Any, Any]:
-    """The same by module and name, as two calls have it alike: a hook that is given anew has
-    another number."""
-    found: dict[Any, Any] = {}
-    pool = id(template.pool)  # a second call may have another template
+def _state(template: Template, outside: Sequence[tuple[str, nn.Module]]) -> dict[Any, Any]:
+    """What code outside of layers may change: hooks of any module, attributes of those outside.
+    Two calls, which may have two templates, tell it by the same names."""
+    found, pool = dict[Any, Any](), id(template.pool)
     for path, part in template.modules.items():
-        many = len(part._forward_pre_hooks), len(part._forward_hooks)
-        found[pool, path, f"the hooks of {path or 'the module'}"] = many
-        if part in outside:
-            values = _defaults(type(part)) | _attributes(part)[0]
-            name = type(part).__name__
-            found.update(((pool, path, f"{name}.{key}"), x) for key, x in values.items())
+        hooks = *part._forward_pre_hooks.values(), *part._forward_hooks.values()
+        found[pool, path, f"the hooks of {path or 'the module'}"] = hooks
+    for path, part in outside:
+        values, contents = _attributes(part)
+        for key, x in (_defaults(type(part)) | values | contents).items():
+            found[pool, path, f"{type(part).__name__}.{key}"] = x
     return found
 
 
@@ -161,11 +153,6 @@ def _defaults(kind: type) -> dict[str, Any]:
     own = [x for x in kind.__mro__ if issubclass(x, nn.Module) and x is not nn.Module]
     rows = (vars(x).items() for x in reversed(own))
     return {key: x for row in rows for key, x in row if isinstance(x, bool | int | float | str)}
-
-
-def _left(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    values, contents = _attributes(part)
-    return dict(values), contents
 
 
 def _begin(repeats: Any, place: Any, parts: Sequence[nn.Module], rows: Sequence[Any]) -> None:
@@ -178,19 +165,6 @@ def _begin(repeats: Any, place: Any, parts: Sequence[nn.Module], rows: Sequence[
     for row, was in zip(rows, hooks, strict=True):
         row.clear()
         row.update(was)
-
-
-def _is_alike(a: Any, b: Any) -> bool:
-    """Whether a state is the same one: the same objects, or equal numbers."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_is_alike(x, b[key]) for key, x in a.items())
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_is_alike, a, b))
-    return isinstance(a, bool | int | float | str) and a == b
 
 
 def _attributes(part: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

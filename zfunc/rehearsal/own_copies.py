@@ -46,43 +46,43 @@ class OwnCopies:
         self._kept: list[Any] = []  # what was copied, so that no other object has its id
         self._globals: dict[int, dict[str, Any]] = {}
         self._containers: list[Any] = []
-        self._cells: list[CellType] = []
-        self._called: dict[int, str] = {}  # cells
-        self._noted: dict[int, Any] = {}
+        self._cells: list[tuple[CellType, str]] = []
+        self._noted: dict[Any, Any] = {}
         self._names: set[str] = set()  # of the globals that they use
         self._before: dict[Any, Any] = {}
 
-    def begin(self) -> None:
-        """What is there before anything has run."""
-        self._noted = {}
+    def begin(self, fn: Any) -> Any:
+        """The copy of the function that is to run."""
+        made = self.of(fn)
         if self.repeats is not None:
             self.repeats.start(self._reached())
+        return made
 
     def begin_layer(self) -> None:
         """Compare what they reach with what they did behind the layer before. Called at the end
         too."""
-        now = self._held()
-        self.changed |= not all(_is_same(x, now[key]) for key, x in self._noted.items())
+        now = self._reached()
+        self.compare(self._noted, {key: now.get(key) for key in self._noted})
         if self.repeats is not None:
-            self._before = self.repeats.before_layer(self._reached())
+            self._before = self.repeats.before_layer(now)
 
     def end_layer(self) -> None:
         """What a layer changes is its own."""
-        self._noted = self._held()
+        self._noted = self._reached()
         if self.repeats is not None:
-            self.repeats.behind_layer(self._before, self._reached())
+            self.repeats.behind_layer(self._before, self._noted)
+
+    def compare(self, then: Any, now: Any) -> None:
+        """Two states outside of layers, one before the other."""
+        self.changed |= not _is_alike(then, now)
 
     def _reached(self) -> dict[Any, Any]:
         """What they reach, by where that is and what it is called."""
-        cells = {(id(x), self._called[id(x)]): _content(x) for x in self._cells}
-        lists = {(id(x), "what it has as a default"): x for x in self._containers}
+        cells = {(id(x), name): _content(x) for x, name in self._cells}
+        lists = {(id(x), "what it has as a default"): x.copy() for x in self._containers}
         around = self._globals.values()
         named = {(id(x), name): x[name] for x in around for name in self._names if name in x}
         return cells | lists | named
-
-    def _held(self) -> dict[int, Any]:
-        held = {id(x): _content(x) for x in self._cells}
-        return held | {id(x): x.copy() for x in (*self._containers, *self._globals.values())}
 
     def of(self, x: Any) -> Any:
         """A copy of a user's function or container; anything else is itself."""
@@ -116,11 +116,8 @@ class OwnCopies:
         return made
 
     def _function(self, fn: FunctionType) -> FunctionType:
-        around, closed = (
-            self._around(fn),
-            zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True),
-        )
-        cells = tuple(self._cell(cell, name) for name, cell in closed)
+        closed = zip(fn.__closure__ or (), fn.__code__.co_freevars, strict=True)
+        around, cells = self._around(fn), tuple(self._cell(*each) for each in closed)
         made = FunctionType(fn.__code__, around, fn.__name__, None, cells)
         self._keep(fn, made)
         functools.update_wrapper(made, fn)
@@ -150,8 +147,7 @@ class OwnCopies:
         made: CellType | None = self._made.get(id(cell))
         if made is None:
             made = self._keep(cell, CellType())
-            self._cells.append(made)
-            self._called[id(made)] = name
+            self._cells.append((made, name))
         return made
 
 
@@ -169,17 +165,17 @@ def _is_filled(cell: CellType) -> bool:
     return _content(cell) is not _EMPTY
 
 
-def _is_same(was: Any, now: Any) -> bool:
-    """Whether it is the same object, or a container with the same ones."""
-    if was is now:
+def _is_alike(then: Any, now: Any) -> bool:
+    """Whether a state is the same one: the same objects, equal numbers, or containers of such."""
+    if then is now:
         return True
-    if type(was) is not type(now) or type(was) not in CONTAINERS or len(was) != len(now):
+    if type(then) is not type(now):
         return False
     if isinstance(now, dict):
-        return all(key in was and was[key] is x for key, x in now.items())
-    if isinstance(now, set):
-        return bool(now == was)
-    return all(x is y for x, y in zip(was, now, strict=True))
+        return then.keys() == now.keys() and all(_is_alike(then[key], x) for key, x in now.items())
+    if isinstance(now, list | tuple | deque):
+        return len(then) == len(now) and all(map(_is_alike, then, now))
+    return isinstance(now, bool | int | float | str | set) and bool(then == now)
 
 
 def _names(code: CodeType) -> Iterator[str]:

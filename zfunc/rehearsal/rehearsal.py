@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import optree
@@ -95,20 +96,22 @@ def rehearse(
     """
     chunks = list(chunk_of) if chunk_of is not None else [0] * len(layout.layers)
     rest, at = (args, dict(kwargs or {})), torch.device(device)
-    for invents in (False, True):
+
+    def run(invents: bool) -> Rehearsed:
         copies = OwnCopies(Repeats() if twice else None)
-        try:
-            plan = _Rehearsal(layout, chunks, at, invents, about, copies).run(fn, *rest)
-        except _Looked:
-            continue
-        if (repeats := copies.repeats) is not None and repeats.changed:
+        made = partial(_Rehearsal, layout, chunks, at, invents, about, copies)
+        plan, repeats = made().run(fn, *rest), copies.repeats
+        if repeats is not None and repeats.changed:
             repeats.second = True
-            again = _Rehearsal(layout, chunks, at, invents, about, copies)
             with suppress(Exception, _Looked):  # by ghosts that the first one has left, say
-                again.run(fn, *rest)
-                return replace(plan, unlike=repeats.difference())
+                made().run(fn, *rest)
+                plan = replace(plan, unlike=repeats.difference())
         return plan
-    raise AssertionError("on made-up numbers a layer may look at them")
+
+    try:
+        return run(invents=False)
+    except _Looked:
+        return run(invents=True)
 
 
 class _Looked(BaseException):
@@ -191,9 +194,7 @@ class _Rehearsal:
             # One rank that is a thread at a time: what they close over is the same.
             own_numbers, watched = self._put_back(), _Silence()
             with torch.enable_grad(), scope(0), own_numbers, uncompiled(), silent(), watched:
-                own_fn = self.copies.of(fn)
-                self.copies.begin()
-                out = own_fn(tree, *given[0], **given[1])
+                out = self.copies.begin(fn)(tree, *given[0], **given[1])
                 if self.error is not None:
                     raise self.error
                 out = self._returned(out)

@@ -150,6 +150,8 @@ def is_array(x: Any) -> bool:
 
 def own(batch: Any) -> Any:
     """A batch with the same tensors in containers, and arrays, that may be written to."""
+    if isinstance(batch, Tensor):  # most are
+        return batch
     return mapped(lambda x: x.copy() if is_array(x) else x, batch, list)
 
 
