@@ -393,6 +393,10 @@ def penalties_of_layers(p: Any, batch: Any) -> Tensor:
     return base(p, batch) + sum(each["w"].square().sum() for each in p["blocks"])
 
 
+def nothing(p: Any, batch: Any) -> None:
+    """The line that returns was forgotten."""
+
+
 def a_gradient_in_the_loss(p: Any, batch: Any) -> Tensor:
     w = p["first"]["w"]
     (grad,) = torch.autograd.grad((batch["x"] @ w).square().mean(), w, create_graph=True)
@@ -561,6 +565,7 @@ WRONG: list[tuple[Loss, str]] = [
     (from_the_last_to_the_first, "example= of a batch"),
     (another_layers_weight, r"blocks\.0\.w is a parameter of layer blocks\.0"),
     (penalties_of_layers, r"read outside of its call"),
+    (nothing, "no layer runs in this loss"),
     (a_gradient_in_the_loss, "no stage has the whole way"),
     (value_and_grad_in_the_loss, r"value_and_grad was called within a loss"),
     (a_branch_on_numbers, "it looks at its numbers"),

@@ -274,6 +274,12 @@ class _Rehearsal:
         if self.chunks > 1:
             self._check_writes()
         lacking = set(range(self.chunks)) - {call.chunk for call in self.calls}
+        if self.layout.layers and not self.calls:
+            raise CompositionError(
+                "no layer runs in this loss, so stages of a pipeline would have nothing to do. A "
+                "loss calls the model on the params that it is given, model.apply(params, ...), "
+                "and returns a tensor that is made of what comes."
+            )
         if lacking and self.layout.layers:
             k = min(lacking)
             names = [self.layout.layers[i].name for i, c in enumerate(self.chunk_of) if c == k]
