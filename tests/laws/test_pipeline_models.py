@@ -1,6 +1,6 @@
 """Models under ``pipeline``, against ``accumulate``: every two of all that may differ.
 
-``--whole``: all 12,960 combinations.
+``--whole``: all 11,232 combinations.
 """
 
 from __future__ import annotations
@@ -56,7 +56,18 @@ def cost(row: Any) -> float:
     return 8 + max(4, case.chunks) * case.data * case.microbatches
 
 
-CASES = [Case(*row) for row in (product(*AXES) if Covering.whole else pairwise_rows(AXES, cost))]
+def is_new(row: Any) -> bool:
+    """Whether there are masks and lengths where it says so: no text of the GPT is padded, and no
+    image is longer than others."""
+    case = Case(*row)
+    masks, lengths = case.name not in ("gpt", "vit"), case.name != "vit"
+    return (masks or not case.masks) and (lengths or not case.lengths)
+
+
+ROWS = [row for row in product(*AXES) if is_new(row)]
+CASES = [
+    Case(*row) for row in (ROWS if Covering.whole else pairwise_rows(AXES, cost, allowed=is_new))
+]
 
 
 def adds_in_order(case: Case) -> bool:
@@ -83,6 +94,12 @@ def batch(case: Case, i: int) -> Any:
     return inputs(case.name, at, n, case.masks)
 
 
+@cache
+def alone(case: Case) -> Any:
+    """What one process has."""
+    return run(case, staged=False)
+
+
 def run(case: Case, staged: bool) -> Any:
     """Metrics of two steps, and the full state behind them."""
     model = model_of(case.name, max(4, case.chunks))
@@ -103,7 +120,9 @@ def run(case: Case, staged: bool) -> Any:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_end_where_one_process_does(case: Case) -> None:
-    wanted = run(case, staged=False)
+    # Whatever the stages do; more layers than four are twice as many as stages.
+    deep = case.pipe if case.chunks > 4 else 2
+    wanted = alone(case._replace(schedule="zbv" if case.chunks > 4 else "1f1b", pipe=deep, stage=0))
     found = zf.simulate(case.pipe * case.data)(lambda: run(case, staged=True))()
     tied = model_of(case.name, max(4, case.chunks)).tied
     for mine in found:
@@ -117,7 +136,7 @@ def test_stages_end_where_one_process_does(case: Case) -> None:
 def test_the_covering_leaves_no_pair_out() -> None:
     for a, b in product(range(len(AXES)), repeat=2):
         if a < b:
-            assert {(row[a], row[b]) for row in CASES} == {*product(AXES[a], AXES[b])}
+            assert {(row[a], row[b]) for row in CASES} == {(row[a], row[b]) for row in ROWS}
 
 
 def test_every_model_has_a_batch_of_another_length() -> None:

@@ -77,7 +77,8 @@ class Wire:
             if rank != ranks.rank
         }
         self.source_of = {m.key: m.source for row in self.coming.values() for m in row}
-        self.posted: dict[Key, tuple[int, Any]] = {}
+        self.posted: dict[Key, Any] = {}
+        self.waiting = dict.fromkeys(self.coming, 0)  # how many of those come from each stage
         self.here: dict[Key, list[Tensor]] = {}  # between chunks of this stage
         self.under_way: list[Any] = []
         ways = {(m.source, m.to) for row in every for m in row if m.source != m.to}
@@ -110,16 +111,15 @@ class Wire:
         source = self.source_of[key]
         while key not in self.posted:
             self._post(source)
-        found: list[Tensor] = self.posted.pop(key)[1].wait()
+        self.waiting[source] -= 1
+        found: list[Tensor] = self.posted.pop(key).wait()
         return found
 
     def post_ahead(self) -> None:
         """Post the next receives of each stage."""
         for source, coming in self.coming.items():
-            if coming:
-                waiting = sum(rank == source for rank, _ in self.posted.values())
-                for _ in range(min(AHEAD - waiting, len(coming))):
-                    self._post(source)
+            while coming and self.waiting[source] < AHEAD:
+                self._post(source)
 
     def post_all(self) -> None:
         """Post all receives that are left."""
@@ -131,7 +131,8 @@ class Wire:
         message = self.coming[source].popleft()
         device = message.specs[0].device
         handle = receive(self.ranks, message.likes, source, device=device, label=message.label)
-        self.posted[message.key] = source, handle
+        self.posted[message.key] = handle
+        self.waiting[source] += 1
 
     def finish(self) -> None:
         """Wait until all that was sent has been taken."""

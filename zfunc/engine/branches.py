@@ -205,12 +205,12 @@ def _join(first: dict[Any, Any], a: Any, b: Any) -> None:
 
 def edge_of(x: Tensor | GradientEdge) -> Edge | None:
     """Where gradients of ``x`` go; ``None`` if it has none."""
-    if isinstance(x, Tensor):
-        if not x.requires_grad:
-            return None
-        with DisableTorchFunctionSubclass():  # of a leaf of a subclass it would give a view's edge
-            x = get_gradient_edge(x)
-    return x.node, x.output_nr
+    if not isinstance(x, Tensor):
+        return x.node, x.output_nr
+    if not x.requires_grad:
+        return None
+    with DisableTorchFunctionSubclass():  # of a leaf of a subclass it would give a view's edge
+        return (x.grad_fn or get_gradient_edge(x).node), x.output_nr
 
 
 def is_function(node: Node) -> bool:

@@ -371,9 +371,8 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     def call(*xs: Any, **kw: Any) -> Any:
         return _compute(inner, params, xs, kw)
 
-    info = LayerInfo(index, getattr(fn, "zfunc_name", str(index)))
-    if isinstance(params, Ref):
-        info = params.told(info)
+    name = fn.zfunc_name if hasattr(fn, "zfunc_name") else str(index)
+    info = params.told(index, name) if isinstance(params, Ref) else LayerInfo(index, name)
     for transform in running.around:
         call = transform.layer(call, info)
     return call(*xs, **kw)

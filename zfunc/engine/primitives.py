@@ -65,9 +65,9 @@ class Ref(Lazy):
         """``fn(params, *xs, **kw)`` with the parameters entered for this call only."""
         raise NotImplementedError
 
-    def told(self, info: LayerInfo) -> LayerInfo:
-        """``info`` with what the reference knows of the layer."""
-        return info
+    def told(self, index: int, name: str) -> LayerInfo:
+        """What hooks are told of the layer in a call, with what the reference knows of it."""
+        return LayerInfo(index, name)
 
     def __getattr__(self, name: str) -> Any:  # parameters may be called `_w`
         if name.startswith("__"):

@@ -84,9 +84,9 @@ class LayerRef(Ref):
                 return ticket
         return _Activation(x)
 
-    def told(self, info: LayerInfo) -> LayerInfo:
-        stack, depth, of = self.source.layout.stacks[self.layer]
-        return LayerInfo(info.index, info.name, stack, depth, of, (self.source, self.layer))
+    def told(self, index: int, name: str) -> LayerInfo:
+        stack, depth, of = self.layout.stacks[self.layer]
+        return LayerInfo(index, name, stack, depth, of, (self.source, self.layer))
 
     def __repr__(self) -> str:
         return f"Ref({self.span.name})"

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -335,11 +336,11 @@ class _Weights:
     calls them, and finds no way to the edges."""
 
     def __init__(self) -> None:
-        self._waiting = waiting = list[_Parted]()
-        start = torch.zeros((), requires_grad=True)
-        begin = edge_of(start)
-        assert begin is not None
-        self._begin, self._one = begin, torch.ones(())
+        self._waiting: list[_Parted] = []
+
+    @cached_property
+    def _begin(self) -> tuple[Edge, Tensor]:
+        start, waiting = torch.zeros((), requires_grad=True), self._waiting
 
         def call(_: Tensor) -> None:
             shapes: dict[Node, list[tuple[int, ...]]] = {}
@@ -347,13 +348,16 @@ class _Weights:
                 x.compute(shapes)
 
         start.register_hook(call)
+        begin = edge_of(start)
+        assert begin is not None
+        return begin, torch.ones((), device=start.device)
 
     def compute(self, parted: Sequence[_Parted]) -> None:
         """Call those of these nodes that have not been called yet."""
         self._waiting[:] = [x for x in parted if x.grads is not None]
         if self._waiting:
             edges = dict.fromkeys(edge for x in self._waiting for _, edge, _ in x.leaving)
-            _run([(self._begin, self._one)], [self._begin, *edges], keep=False)
+            _run([self._begin], [self._begin[0], *edges], keep=False)
             self._waiting.clear()
 
 

@@ -173,7 +173,7 @@ class ConnectedGroup(Group):
             return TransferHandle(self._own.put(label, what, parts), self)
         call = self._message("send", label, what, to)
         self._book(call, sum(x.nbytes for x in parts), HEADER_BYTES)
-        return self._moved(lambda: self._transport.messages.send(call, to, parts))
+        return self._moved(self._transport.messages.send, call, to, parts)
 
     def receive(
         self,
@@ -188,16 +188,16 @@ class ConnectedGroup(Group):
         if source == self.rank:
             return TransferHandle(self._own.get(label, what), self)
         call = self._message("receive", label, what, source)
-        return self._moved(lambda: self._transport.messages.receive(call, source, specs, device))
+        return self._moved(self._transport.messages.receive, call, source, specs, device)
 
     def _message(self, kind: str, label: str, what: tuple[Any, ...], peer: int) -> Collective:
         """Number a message in its direction. Both of its ranks give it one digest."""
         self._numbers[kind, peer] += 1
         return Collective(kind, label, announced("message", label, what), self._numbers[kind, peer])
 
-    def _moved(self, start: Callable[[], Transfer[T]]) -> TransferHandle[T]:
+    def _moved(self, start: Callable[..., Transfer[T]], *args: Any) -> TransferHandle[T]:
         try:
-            return TransferHandle(start(), self)
+            return TransferHandle(start(*args), self)
         except DesyncError as error:
             return TransferHandle(error, self)
 

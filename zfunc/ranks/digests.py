@@ -23,6 +23,8 @@ __all__ = ["as_bytes", "digest_of_all", "digests", "mixed_digest"]
 
 SMALL = 1 << 12  # elements of a leaf that is looked at together with others
 BLOCK = 1 << 22  # words that are weighed at a time
+_BUFFERS = {torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16}
+_BUFFERS |= {torch.int8, torch.uint8, torch.bool}
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = (-0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # SplitMix64's constants
 _MASK = (1 << 64) - 1
@@ -30,8 +32,12 @@ _MASK = (1 << 64) - 1
 
 def as_bytes(x: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
+    data: Any
+    if x.dtype in _BUFFERS:  # twice as fast as what suits all
+        data = x.detach().numpy()
+        return memoryview(data).cast("B")
     flat = x.detach().as_strided((x.numel(),), (1,))  # a lone element may have any stride
-    data: Any = flat.view(torch.uint8).numpy()
+    data = flat.view(torch.uint8).numpy()
     return memoryview(data)
 
 

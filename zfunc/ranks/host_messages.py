@@ -30,6 +30,7 @@ from zfunc.ranks.transport import Collective, Messages, mismatch, told
 
 __all__ = ["HostMessages"]
 
+CPU = torch.device("cpu")
 SHARED_BYTES = 2**24  # of a message that goes through the outbox: a copy lasts until it is read
 
 Lost = Callable[[Collective, int, Exception], DesyncError]
@@ -76,7 +77,8 @@ class HostMessages(Messages):
 
     def send(self, call: Collective, peer: int, parts: Sequence[Tensor]) -> Transfer[None]:
         for x in parts:
-            _refuse_gpu(call, x.device)
+            if not x.is_cpu:
+                raise _misplaced(call, x.device)
         pieces = [as_bytes(x) for x in parts if x.numel()]
         nbytes = sum(map(len, pieces))
         along = self._goes_along(call, peer, nbytes)
@@ -92,8 +94,8 @@ class HostMessages(Messages):
     def receive(
         self, call: Collective, peer: int, specs: Sequence[TensorSpec], device: torch.device
     ) -> Transfer[list[Tensor]]:
-        if specs:
-            _refuse_gpu(call, device)
+        if specs and device.type != "cpu":
+            raise _misplaced(call, device)
         nbytes = sum(spec.nbytes for spec in specs)
         coming = Coming(self, call, peer, specs)
         self.expect(call, peer)
@@ -106,7 +108,7 @@ class HostMessages(Messages):
     ) -> bool:
         """Send a header; whether the payload could go with it, if it was to."""
         with _TellingLost(self, call, peer):
-            return self._channel.send_message(peer, call.digest, told(call.digest), nbytes, pieces)
+            return self._channel.send_message(peer, call.digest, told, nbytes, pieces)
 
     def expect(self, call: Collective, peer: int) -> None:
         """Make sure that the peer hears of it if this rank fails."""
@@ -287,13 +289,12 @@ class Coming(Transfer[list[Tensor]]):
     def _places(self) -> list[memoryview]:
         """New memory for what comes; without what is empty."""
         if self._tensors is None:
-            self._tensors = [spec.empty("cpu") for spec in self._specs]
+            self._tensors = [spec.empty(CPU) for spec in self._specs]
         return [as_bytes(x) for x in self._tensors if x.numel()]
 
 
-def _refuse_gpu(call: Collective, device: torch.device) -> None:
-    if device.type != "cpu":
-        raise DeviceError(
-            f"{call}: its tensors are on {device}, but this world computes on the CPU: move them "
-            "there, or start the ranks with zf.init() where there are GPUs and NCCL"
-        )
+def _misplaced(call: Collective, device: torch.device) -> DeviceError:
+    return DeviceError(
+        f"{call}: its tensors are on {device}, but this world computes on the CPU: move them "
+        "there, or start the ranks with zf.init() where there are GPUs and NCCL"
+    )

@@ -68,14 +68,14 @@ def send(
     >>> coming.wait()
     [tensor([1., 2.])]
     """
-    where = f"send({label!r})"
-    _check_rank(ranks, where, "to", to)
-    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    parts = [_plain(where, i, x) for i, x in enumerate(given)]
+    _check_rank(ranks, "send", label, "to", to)
+    given = [tensors] if isinstance(tensors, Tensor) else tensors
+    parts = [_plain(label, i, x) for i, x in enumerate(given)]
     devices = {x.device for x in parts}
     if len(devices) > 1:
-        raise ValueError(f"{where}: its tensors are on {sorted(map(str, devices))}, expected one")
-    what = _described(tuple(_spec(x) for x in parts), _kind(devices.pop() if devices else None))
+        where = sorted(map(str, devices))
+        raise ValueError(f"send({label!r}): its tensors are on {where}, expected one")
+    what = _described(tuple((x.shape, x.dtype) for x in parts), *devices)
     if isinstance(ranks, ConnectedGroup):
         return ranks.send(label, what, parts, to)
     return TransferHandle(_own(ranks).put(label, what, parts), None)
@@ -110,12 +110,11 @@ def receive(
         DesyncError: the group has failed; from ``wait()``, the sender sends something else, is
             silent or gone.
     """
-    where = f"receive({label!r})"
-    _check_rank(ranks, where, "source", source)
-    given = [like] if isinstance(like, Tensor | TensorSpec) else list(like)
-    specs = tuple(x if isinstance(x, TensorSpec) else _spec(x) for x in given)
+    _check_rank(ranks, "receive", label, "source", source)
+    given = [like] if isinstance(like, Tensor | TensorSpec) else like
+    specs = [x if isinstance(x, TensorSpec) else _spec(x) for x in given]
     at = ranks._world.device if device is None else torch.device(device)
-    what = _described(specs, _kind(at if specs else None))
+    what = _described(tuple((x.shape, x.dtype) for x in specs), *[at] * bool(specs))
     if isinstance(ranks, ConnectedGroup):
         return ranks.receive(label, what, specs, at, source)
     return TransferHandle(_own(ranks).get(label, what), None)
@@ -140,8 +139,8 @@ def connect(ranks: Group, directions: Sequence[Direction], *, label: str = "conn
     """
     asked = [(int(source), int(to)) for source, to in directions]
     for source, to in asked:
-        _check_rank(ranks, f"connect({label!r})", "from", source)
-        _check_rank(ranks, f"connect({label!r})", "to", to)
+        _check_rank(ranks, "connect", label, "from", source)
+        _check_rank(ranks, "connect", label, "to", to)
     for rank, theirs in enumerate(ranks.exchange(asked, label=label)):
         if theirs != asked:
             raise DesyncError(
@@ -162,16 +161,20 @@ def message_bytes(like: Like | Sequence[Like]) -> int:
     return sum(x.nbytes for x in given)
 
 
-def _check_rank(ranks: Group, where: str, name: str, rank: int) -> None:
+def _check_rank(ranks: Group, call: str, label: str, name: str, rank: int) -> None:
     if not 0 <= rank < ranks.size:
-        raise ValueError(f"{where}: {name}={rank}, expected 0 to {ranks.size - 1}, of {ranks}")
+        raise ValueError(
+            f"{call}({label!r}): {name}={rank}, expected 0 to {ranks.size - 1}, of {ranks}"
+        )
 
 
-def _plain(where: str, i: int, x: Tensor) -> Tensor:
+def _plain(label: str, i: int, x: Tensor) -> Tensor:
     """A tensor as contiguous memory, which is its own if that is possible."""
     if x.layout is not torch.strided or x.is_meta:
         kind = "on meta, without data" if x.is_meta else f"of layout {x.layout}"
-        raise ValueError(f"{where}: tensor {i}, {_spec(x)}, is {kind}: send its dense values")
+        raise ValueError(
+            f"send({label!r}): tensor {i}, {_spec(x)}, is {kind}: send its dense values"
+        )
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -179,16 +182,14 @@ def _spec(x: Tensor) -> TensorSpec:
     return TensorSpec(tuple(x.shape), x.dtype)
 
 
-def _kind(device: torch.device | None) -> str:
-    """Where a message goes from and to; one without tensors has no device."""
-    return "cpu" if device is None else device.type
-
-
 @lru_cache(maxsize=4096)
-def _described(specs: tuple[TensorSpec, ...], kind: str) -> tuple[str, ...]:
-    """The tensors of a message, alike on both ranks."""
-    texts = tuple(map(str, specs))
-    return texts if kind == "cpu" or not texts else (*texts, f"on {kind}")
+def _described(
+    forms: tuple[tuple[tuple[int, ...], torch.dtype], ...], *devices: torch.device
+) -> tuple[str, ...]:
+    """The tensors of a message, alike on both ranks: shapes and dtypes, and from which kind of
+    device, if they are not on a CPU."""
+    texts = (str(TensorSpec(tuple(shape), dtype)) for shape, dtype in forms)
+    return (*texts, *(f"on {device.type}" for device in devices if device.type != "cpu"))
 
 
 def _own(ranks: Group) -> OwnMessages:

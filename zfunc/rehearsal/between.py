@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class Between:
     """
 
     def __init__(self) -> None:
-        self.call, self.counts = -1, Counter[str]()
+        self.call, self.counts = -1, defaultdict[str, int](int)
 
     def behind(self, call: int) -> None:
         """A layer has returned."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import optree
@@ -46,8 +45,8 @@ class GhostRef(Ref):
     def force(self) -> Tree:
         return self.params
 
-    def told(self, info: LayerInfo) -> LayerInfo:
-        return replace(info, key=(None, self.layer))
+    def told(self, index: int, name: str) -> LayerInfo:
+        return LayerInfo(index, name, key=(None, self.layer))
 
     def __repr__(self) -> str:
         return f"GhostRef({self.span.name})"
