@@ -135,16 +135,19 @@ class Launch:
     rows: list[Row] = field(default_factory=list)
     ends: list[Row] = field(default_factory=list)
     staged: Row = ()
+    on_cpu: bool | None = None  # unknown before there are some
 
     def add(self, row: Row) -> None:
         """Another buffer ``(param, grad, *moments)``."""
-        size, on_cpu = row[0].numel(), kind(row[0].device) == "cpu"
+        if self.on_cpu is None:
+            self.on_cpu = kind(row[0].device) == "cpu"
+        size = row[0].numel()
         whole = not size % BLOCK
-        small = size <= SMALL and not (on_cpu and whole)
+        small = size <= SMALL and not (self.on_cpu and whole)
         if small or not all(x.is_contiguous() for x in row):
             self.ends.append(row)
             return
-        if whole or not on_cpu:
+        if whole or not self.on_cpu:
             self.rows.append(row)
             return
         cut = size - size % BLOCK

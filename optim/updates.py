@@ -144,6 +144,8 @@ def _return_to(params: Tree, new: Tree) -> Tree:
             return new.merged(params)
         new = _return_to(params.tree, opened(new))
         return new if isinstance(new, Lazy) else params.boxed(new)
+    if isinstance(params, Placed) and isinstance(new, Placed):
+        return new.merge(params)
     if boxes_in(params):
         nodes, spec = optree.tree_flatten(params, none_is_leaf=True, namespace=OPAQUE)
         rows = zip(nodes, spec.flatten_up_to(new), strict=True)

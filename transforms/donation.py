@@ -70,7 +70,7 @@ class Donate(Transform):
         """Whatever does not live on in the result is spent, whether it was overwritten or not."""
         running, kept = current(), {id(x) for x in _with_views(*memory_of(out))}
         for x in () if running is None else _with_views(running.tensors, running.boxes):
-            if id(x) not in kept and not spent(x):
+            if id(x) not in kept:
                 blank(x)
         return out
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
@@ -140,11 +141,11 @@ class Shard(Meshed):
     def __repr__(self) -> str:
         return f"shard(stage={self.stage})"
 
-    @property
+    @cached_property
     def _axes(self) -> tuple[str, ...]:
         return (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
 
-    @property
+    @cached_property
     def _copies(self) -> tuple[str, ...]:
         """The axes along which ranks have the same part of a state."""
         if self.replica is not None:
@@ -153,7 +154,7 @@ class Shard(Meshed):
         several = sizes.get("replica", 1) != 1 and "replica" not in self._axes
         return ("replica",) if several else ()
 
-    @property
+    @cached_property
     def averages(self) -> tuple[str, ...]:  # type: ignore[override]
         return (*self._axes, *self._copies)
 
@@ -163,7 +164,7 @@ class Shard(Meshed):
         sizes = {} if self.mesh is None else dict(self.mesh.axes)
         return any(sizes.get(name) != 1 for name in self._copies)
 
-    @property
+    @cached_property
     def cut_along(self) -> Axes:
         """The axes along which ranks have different parts of a state."""
         if self.staged is None:
@@ -294,12 +295,14 @@ class Shard(Meshed):
         if self.of_tree and isinstance(state, Sharded) == self.cuts_params:
             return
         entries = Entries({"params": state} if self.of_tree else state)
-        for name in self.params:
-            if name in entries:
-                self._check_entry(name, entries[name], cut=self.cuts_params)
-        for name in self.roles.named("opt_state"):
-            if name in entries and self._represents(entries, entries[name]):
-                self._check_entry(name, entries[name], cut=self._cuts_rest)
+        params = [name for name in self.roles.named("params") if name in entries]
+        others = [name for name in self.roles.named("opt_state") if name in entries]
+        checked: set[int] = set()  # layouts: most entries have one
+        for name in params:
+            self._check_entry(name, entries[name], self.cuts_params, checked)
+        for name in others:
+            if self._represents(entries, entries[name]):
+                self._check_entry(name, entries[name], self._cuts_rest, checked)
 
     def _represents(self, entries: Entries, entry: Any) -> bool:
         """Whether an entry has something placed in it, or something that should have been."""
@@ -313,7 +316,7 @@ class Shard(Meshed):
         layouts = [self._layout_of(p) for p in params]
         return Twins(layouts).holds(entry)
 
-    def _check_entry(self, name: str, entry: Any, cut: bool) -> None:
+    def _check_entry(self, name: str, entry: Any, cut: bool, checked: set[int]) -> None:
         leaves = leaves_in(entry, OPAQUE)
         nodes = [node for node in leaves if isinstance(node, Readable) and node.layout.axis != ()]
         if bool(nodes) != cut:
@@ -324,8 +327,10 @@ class Shard(Meshed):
                 "state that it placed itself: state = step.place(full_state); a state of another "
                 "step becomes full by that step's `unplace`."
             )
-        for layout in {id(node.layout): node.layout for node in nodes}.values():
-            self._check_ranks(name, layout)
+        for node in nodes:
+            if id(node.layout) not in checked:
+                self._check_ranks(name, node.layout)
+                checked.add(id(node.layout))
         if not cut and name in self.params:
             self._check_whole(name, entry)
 
@@ -366,12 +371,14 @@ class Shard(Meshed):
         return with_same_rows(self.mesh, self.averages, call, state, args, kwargs, beside)
 
     def configure(self, running: Context, state: Any) -> None:
-        over = communication(running)
-        over.group, over.replicas, over.everyone = self.within, self.replicas, self.everyone
+        over, memo = communication(running), running.memo
+        if "ranks of shard" not in memo:
+            memo["ranks of shard"] = self.within, self.replicas, self.everyone
+        over.group, over.replicas, over.everyone = memo["ranks of shard"]
         over.reduce_once, over.gathers_anew = self.stage < 2, self.stage == 3
         over.prefetch, over.room = self.prefetch, self._room
-        memo = running.memo.setdefault("layouts", {})
-        over.layout_for = lambda params: self._layout_for(params, memo)
+        layouts = memo.setdefault("layouts", {})
+        over.layout_for = lambda params: self._layout_for(params, layouts)
         if self.mesh is not None:
             MESH.set(self.mesh.closed())
 
@@ -381,9 +388,9 @@ class Shard(Meshed):
 
     def leave(self, value: Pending, unit: UnitInfo) -> Pending:
         """Start the reduction of a unit's gradients: to all ranks, or to their owners."""
-        if unit.kept:
-            return value
         over = communication(unit.running)
+        if over.keeps is not None and over.keeps(unit):
+            return value
         rows = zip(unit.trainable, value.wait(), strict=True)
         if over.everyone.size == 1:
             return Waiting([full for _, full in rows])
@@ -400,12 +407,12 @@ class Shard(Meshed):
                 return ReplicaSum(over.replicas, Handle(own), label)
             low, high = cuts[unit.group.rank], cuts[unit.group.rank + 1]
             # Recycled gradients lie idle in the next forward pass: not where memory is scarce.
-            recycled = pool().take if self.stage < 3 else empty
+            recycled = pool(unit.group).take if self.stage < 3 else empty
             own = recycled(high - low, full.dtype, full.device)
             part = unit.group.reduce_scatter(full, cuts=cuts, out=own, label=label)
             return ReplicaSum(over.replicas, part, label) if replicated else part
         borrowed = unit.borrowed(i, full)
-        out = pool().take(full.numel(), full.dtype, full.device) if borrowed else full
+        out = pool(unit.group).take(full.numel(), full.dtype, full.device) if borrowed else full
         if in_rounds(spec, full.device, replicated):
             return Rounds(unit.group, over.replicas, spec, full, out, label)
         return over.everyone.all_reduce(out.copy_(full) if borrowed else full, label=label)
@@ -418,7 +425,7 @@ class Shard(Meshed):
     def _sealed(self, old: Any, new: Any) -> Any:
         """A state whose params are put together from parts, or cut, as they were before."""
         before, after = Entries(old), Entries(new)
-        for name in self.params:
+        for name in self.roles.named("params"):
             if name in before and name in after:
                 old_params, new_params = before[name], after[name]
                 if isinstance(old_params, Readable):

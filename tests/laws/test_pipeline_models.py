@@ -1,6 +1,6 @@
 """Models under ``pipeline``, against ``accumulate``: every two of all that may differ.
 
-``--whole``: all 11,232 combinations.
+``--whole``: all 13,392 combinations.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def test_a_rank_alone_gets_what_it_sends_itself_in_order() -> None:
     ranks = alone()
     later = receive(ranks, PAIR, 0, label="a")
     with pytest.raises(DesyncError, match=r"receive\('a'\).*has not sent"):
-        receive(Group("none", ranks._world), PAIR, 0, label="a").wait()
+        receive(Group("none", ranks.world), PAIR, 0, label="a").wait()
     send(ranks, torch.ones(2), 0, label="a")
     send(ranks, torch.zeros(2), 0, label="b")
     second = receive(ranks, PAIR, 0, label="b")

@@ -97,7 +97,7 @@ def test_a_large_group_computes_what_a_simulated_one_does(size: int) -> None:
 
     def body(ranks: ConnectedGroup) -> list[Any]:
         book = Ledger()
-        ranks._world.ledgers.append(book)
+        ranks.world.ledgers.append(book)
         x = values(ranks.rank, numel)
         low, high = uneven[ranks.rank], uneven[ranks.rank + 1]
         whole = torch.zeros(uneven[-1], dtype=torch.float64)
@@ -246,7 +246,7 @@ def test_the_ledger_counts_what_goes_out(size: int) -> None:
         out = {}
         for name, call in calls.items():
             book = Ledger()
-            ranks._world.ledgers[:] = [book]
+            ranks.world.ledgers[:] = [book]
             before = counted.sent + weighed.sent
             call(ranks)
             out[name] = book.payload_bytes, counted.sent + weighed.sent - before

@@ -35,7 +35,6 @@ from zfunc.engine.unit_runs import AGAIN, ENTER, LEAVE, RELEASE, UnitRun
 from zfunc.errors import DesyncError
 from zfunc.layout.layout import Layout
 from zfunc.ranks.comm import Group
-from zfunc.ranks.world import current
 
 __all__ = ["Accord", "Script"]
 
@@ -117,7 +116,9 @@ class Accord:
         # Differentiable ones, in the order of the graph; None where one has left before its turn.
         self._entries: list[UnitRun | None] = []
         self._spare: list[UnitRun] = []
-        self._world = current()
+        for source in owner.sources:
+            self.admit(source)
+        self._world = ranks.world
         self._outer = self._world.gate
         if self._outer is not None:
             self._outer("a pass within")
@@ -225,6 +226,8 @@ class Accord:
 
     def admit(self, source: Source) -> None:
         """One more tree takes part; if the script has another in its place, ranks ask."""
+        for run in source.runs:
+            run.gathers = run.sharded and run.info.cut and run.info.group in self.groups
         if self.script is not None and not self.script.has(source):
             self.asking, self.learns = True, False
 

@@ -36,7 +36,7 @@ class Communication:
         spill: see :class:`zfunc.engine.passes.Pass`.
         gathers_anew: whether units are gathered each time that they enter, and not kept.
         reduce_once: whether whole gradients are summed before they are reduced.
-        keeps: which units' gradients are left for another transform than shard to average.
+        keeps: which units' gradients are left for another transform than shard to average, if any.
     """
 
     group: Group = field(default_factory=alone)
@@ -50,7 +50,7 @@ class Communication:
     spill: Callable[[Any, bool], Any] | None = None
     gathers_anew: bool = False
     reduce_once: bool = False
-    keeps: Callable[[Any], bool] = lambda unit: False
+    keeps: Callable[[Any], bool] | None = None
 
     @property
     def deciding(self) -> Group:
@@ -78,5 +78,7 @@ def communication(running: Context) -> Communication:
     if found is None:
         mesh = next((t.mesh for t in running.transforms if t.mesh is not None), None)
         averaged = (*BATCH, *(name for t in running.transforms for name in t.averages))
-        found = running.notes[Communication] = Communication(mesh=mesh, averaged=averaged)
+        apart = alone()
+        found = Communication(apart, apart, apart, mesh, averaged)
+        running.notes[Communication] = found
     return found

@@ -66,9 +66,9 @@ class Context(Memory):
 
     def __post_init__(self) -> None:
         # Not when asked: each microbatch has a copy of its own, and each layer asks.
-        self.around = [t for t in reversed(self.transforms) if t.overrides("layer")]
-        self.entering = [t for t in self.transforms if t.overrides("enter")]
-        self.leaving = [t for t in self.transforms if t.overrides("leave")]
+        self.around = [t for t in reversed(self.transforms) if "layer" in t.acts_at]
+        self.entering = [t for t in self.transforms if "enter" in t.acts_at]
+        self.leaving = [t for t in self.transforms if "leave" in t.acts_at]
 
 
 RECOMPUTED: ContextVar[str] = ContextVar("zfunc_recomputed", default="")

@@ -37,7 +37,7 @@ from zfunc.layout.layout import Layout
 from zfunc.layout.readable import Readable
 from zfunc.layout.replicated import Replicated
 from zfunc.ranks.comm import Group
-from zfunc.ranks.keys import fold_in, scope
+from zfunc.ranks.keys import scope
 from zfunc.trees.nodes import (
     NAMESPACE,
     PLACED,
@@ -341,7 +341,7 @@ def randomness(running: Context, call: int) -> AbstractContextManager[Any]:
 
         if (key := key_of(running)) is None:
             return nullcontext()
-        scopes = running.notes["scopes", rank] = scope.folded(fold_in(key, rank))
+        scopes = running.notes["scopes", rank] = scope.folded(key)(rank).inner()
     running.layer_scope = scopes(2 * call + 1).inner()
     return scopes(2 * call)
 

@@ -165,9 +165,11 @@ class Pass:
         if self._replicated and len(self.arrivals) > BEHIND:
             self.arrivals[-1 - BEHIND][1].advance()
         lean = any(source.sharded for source in self.sources)  # memory is scarce
-        limit = run.limit(IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES)
-        while self.in_flight > limit and len(self.arrivals) > 1:
-            self._arrive()
+        limit = IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES
+        if self.in_flight > limit and len(self.arrivals) > 1:
+            limit = run.limit(limit)
+            while self.in_flight > limit and len(self.arrivals) > 1:
+                self._arrive()
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         self.left_bytes += nbytes
         if self.left_bytes >= BETWEEN_TRIMS:
@@ -240,8 +242,10 @@ class Pass:
                 run.check_unwritten()
                 if run.entered is not None:
                     run.release()
-        if any(run.sharded and run.foreign for source in self.sources for run in source.runs):
-            pool().trim()  # memory is fullest here, and what was gathered is there no more
+        gathered = (run for source in self.sources for run in source.runs if run.sharded)
+        if (some := next((run for run in gathered if run.foreign), None)) is not None:
+            # Memory is fullest here, and what was gathered is there no more.
+            pool(some.info.group).trim()
         self._return_gaps()
         if self.accord is not None:
             self.accord.turn()
@@ -300,7 +304,7 @@ class Pass:
         for source in self.sources:
             for run in source.runs:
                 run.forget()
-                run.hooks = ()  # some know their run
+                run.hooks, run.gathers = (), False  # some know their run
             source.runs.clear()
         self.sources.clear()
         self.plan.units.clear()

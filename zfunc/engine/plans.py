@@ -94,7 +94,8 @@ class PassPlan:
             if run is None or run.values is not None or key in met or run.arriving:
                 continue
             met.add(key)
-            if ahead and ahead + size > run.limit(AHEAD_BYTES):
+            total = ahead + size
+            if ahead and total > AHEAD_BYTES and total > run.limit(AHEAD_BYTES):
                 return
             run.start()
             ahead += size

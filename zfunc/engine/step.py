@@ -52,6 +52,8 @@ __all__ = ["Step", "Transform", "as_step", "transform_of"]
 Differentiate = Callable[[Gradients], tuple[tuple[Tensor, Any], Any]]
 
 
+HOOKS = "guard", "enter", "layer", "leave"  # at which a step asks who acts at all
+
 # What transforms of users may still override: nobody would call it.
 MOVED = {
     "close": "Override `release(self, step)`.",
@@ -77,6 +79,7 @@ class Transform:
         spends: whether the state that goes in may be gone before the caller has the result.
         mesh: how the ranks are laid out; see :class:`~zfunc.engine.meshed.Meshed`.
         averages: the mesh's axes along which ranks have other rows of a batch, if it averages.
+        acts_at: those of "guard", "enter", "layer" and "leave" at which this kind does anything.
     """
 
     position: ClassVar[int] = Order.OTHERS
@@ -89,12 +92,14 @@ class Transform:
     of_params: bool = False
     mesh: Mesh | None = None
     averages: tuple[str, ...] = ()
+    acts_at: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for old, new in MOVED.items():
             if old in vars(cls):
                 raise TypeError(f"{cls.__name__}.{old}: zf.Transform has no such member. {new}")
+        cls.acts_at = frozenset(x for x in HOOKS if getattr(cls, x) is not getattr(Transform, x))
 
     @property
     def name(self) -> str:
@@ -102,14 +107,6 @@ class Transform:
 
     def __repr__(self) -> str:
         return self.name
-
-    def overrides(self, hook: str) -> bool:
-        """Whether this kind of transform does anything at a hook.
-
-        >>> Transform().overrides("enter")
-        False
-        """
-        return getattr(type(self), hook) is not getattr(Transform, hook)
 
     def on_mesh(self, transforms: Sequence[Transform]) -> Transform:
         """This transform on the one mesh of all of a step's transforms."""
@@ -307,13 +304,15 @@ class Step:
     def guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call(state, args, kwargs)``, a call of this step, inside its transforms' guards."""
         for transform in self.transforms:
-            if transform.overrides("guard"):
+            if "guard" in transform.acts_at:
                 call = functools.partial(transform.guard, call)
         return call
 
     def _call(self, state: Any, args: Any, kwargs: Any) -> Any:
         (state, tensors, boxes), memo = admitted(state), self._memo()
-        self._check_mesh()
+        if "mesh" not in memo:  # that of the rank, whose memory it is
+            self._check_mesh()
+            memo["mesh"] = True
         self._check(state, memo)
         running = Context(
             transforms=self.transforms,
@@ -322,7 +321,7 @@ class Step:
             boxes=boxes,
             key=key_of(state),
             by_unit=any(
-                t.by_unit or t.overrides("enter") or t.overrides("leave") for t in self.transforms
+                t.by_unit or not t.acts_at.isdisjoint(("enter", "leave")) for t in self.transforms
             ),
         )
         token, outer = context.push(running), MESH.set(MESH.get())

@@ -6,8 +6,9 @@ Leaves of a unit that passes have in common are here, too, and the sums of their
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,9 +35,13 @@ class Waiting:
         return [part if isinstance(part, Tensor) else part.wait() for part in self.parts]
 
     def advance(self) -> None:
-        for part in self.parts:
-            if not isinstance(part, Tensor):  # what comes in rounds, or is waited for at once
-                getattr(part, "advance", part.wait)()
+        for k, part in enumerate(self.parts):
+            if isinstance(part, Tensor):
+                continue
+            if hasattr(part, "advance"):  # it comes in rounds
+                part.advance()
+            else:
+                self.parts[k] = part.wait()
 
 
 @dataclass
@@ -86,7 +91,7 @@ class UnitInfo:
     source: int = 0
     running: Any = field(default=None, compare=False, repr=False)
 
-    @property
+    @cached_property
     def key(self) -> tuple[int, int]:
         """Which unit it is among all that take part in a pass."""
         return self.source, self.index
@@ -94,25 +99,26 @@ class UnitInfo:
     @property
     def kept(self) -> bool:
         """Whether its gradients leave as they are, since a transform averages them otherwise."""
-        return self.running is not None and communication(self.running).keeps(self)
+        keeps = None if self.running is None else communication(self.running).keeps
+        return keeps is not None and keeps(self)
 
-    @property
+    @cached_property
     def name(self) -> str:
         return self.layout.units[self.index].name
 
-    @property
+    @cached_property
     def flats(self) -> tuple[int, ...]:
         return self.layout.units[self.index].flats
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[int, ...]:
         return self.layout.trainable_of_units[self.index]
 
-    def memory(self, numel: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-        """A 1-D tensor for its full gradients. Recycled ones lie idle in the next forward pass:
-        leaves are split where memory is scarce."""
-        take = pool().take if self.layout.along is None else empty
-        return take(numel, dtype, device)
+    @property
+    def memory(self) -> Callable[[int, torch.dtype, torch.device | None], Tensor]:
+        """Gives a 1-D tensor for its full gradients, of a length, dtype and device. Recycled ones
+        lie idle in the next forward pass: leaves are split where memory is scarce."""
+        return pool(self.group).take if self.layout.along is None else empty
 
     def cuts(self, flat: int) -> tuple[int, ...]:
         """How one of its flats is cut over the ranks of ``group``."""
@@ -133,9 +139,9 @@ def gather(value: Pending, unit: UnitInfo) -> Pending:
         if unit.group.size == 1 or spec.whole or not unit.cut:
             parts.append(local)
             continue
-        full = pool().take(spec.length, local.dtype, local.device)
-        label = f"gather {unit.name}"
-        parts.append(unit.group.all_gather(full, local, cuts=unit.cuts(i), label=label))
+        label, cuts = f"gather {unit.name}", unit.cuts(i)
+        full = pool(unit.group).take(spec.length, local.dtype, local.device)
+        parts.append(unit.group.all_gather(full, local, cuts=cuts, label=label))
     return Waiting(parts)
 
 

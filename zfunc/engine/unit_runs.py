@@ -110,6 +110,7 @@ class UnitRun:
         open: entries whose gradients have not left; ``awaited``: those of them that may still come.
         spare: values from before its turn, see ``Accord``.
         aside: whether they are what entered; ``spare_used``: whether they have ever been.
+        gathers: whether the ranks that agree on what comes next all take part when it enters.
         touched: whether backward has it.
         served: its layers that have run since it entered.
         partial: gradients that have come, by trainable leaf.
@@ -144,6 +145,7 @@ class UnitRun:
     spare: list[Tensor] | None = None
     aside: bool = False
     spare_used: bool = False
+    gathers: bool = False
     touched: bool = False
     served: set[int] = field(default_factory=set)
     partial: list[Tensor | None] | None = None
@@ -161,17 +163,6 @@ class UnitRun:
         self.live = live if self.differentiated else (False,) * len(live)
         root = layout.layer_of_unit[index] < 0
         self.is_end = root and sum(self.live) == 1 and not self.sharded
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the ranks that agree on what comes next all take part when it enters."""
-        accord = self.owner.accord
-        return (
-            self.sharded
-            and accord is not None
-            and self.info.cut
-            and self.info.group in accord.groups
-        )
 
     @property
     def arriving(self) -> bool:
@@ -393,7 +384,7 @@ class UnitRun:
         self.touched = False
         self.served.clear()
         if self.foreign and self.owner.plan.soon(self) and torch.is_grad_enabled():
-            pool().trim()  # the turning point: activations are at their largest
+            pool(self.info.group).trim()  # the turning point: activations are at their largest
         else:
             self.values = None
 
@@ -443,7 +434,8 @@ class UnitRun:
             self.values = None
             adds_up = self.owner.holding or self.owner.waiting
             if self.sharded and adds_up and self.owner.plan.ends:
-                pool().trim()  # nothing is gathered any more, and soon two sets of gradients exist
+                # Nothing is gathered any more, and soon two sets of gradients exist.
+                pool(self.info.group).trim()
 
     def send(self, flats: list[Tensor]) -> None:
         """Hand a full gradient of the unit to the ``leave`` hooks, when all ranks do."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zfunc.ranks import world
+from zfunc.ranks.comm import Group
+from zfunc.ranks.world import current
 from zfunc.trees.kinds import kind
 
 __all__ = ["Pool", "empty", "pool"]
@@ -55,9 +56,9 @@ def _free(buffer: Tensor) -> bool:
     return _use_count is not None and _use_count(storage._cdata) == 2
 
 
-def pool() -> Pool:
-    """The pool of the calling rank."""
-    memo = world.current().memo
+def pool(ranks: Group | None = None) -> Pool:
+    """The pool of the calling rank, which is one of a group's, if that is given."""
+    memo = (current() if ranks is None else ranks.world).memo
     if "pool" not in memo:
         memo["pool"] = Pool()
     return memo["pool"]

@@ -214,9 +214,9 @@ class Template:
 
         @functools.wraps(forward)
         def routed(*args: Any, **kwargs: Any) -> Any:
-            params, running = self.values[i], current()
+            params = self.values[i]
             # What layer() comes to where nothing surrounds layers, without its price.
-            if isinstance(params, dict) and (running is None or not running.around):
+            if isinstance(params, dict) and ((running := current()) is None or not running.around):
                 scope = None if running is None else running.next_scope()
                 if scope is None:
                     return forward(*args, **kwargs)

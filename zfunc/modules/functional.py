@@ -116,9 +116,9 @@ class Functional:
             PlacementError: ``params`` or ``buffers`` do not fit the module; the leaves
                 that differ are named. The module writes to a parameter in place.
         """
-        entered = enter(params)
+        entered, running = enter(params), context.current()
         given = self._checked(buffers)
-        sources = self._in_compute_dtype(given)
+        sources = self._in_compute_dtype(given, running)
         mode = self._train if train is None else train
         pool, ranks = self._parts(params)
         watched = pool.dropout.watched(entered) if mode is None else _UNWATCHED
@@ -152,7 +152,7 @@ class Functional:
         (2.0, 0.0)
         """
         entered = enter(params)
-        sources = self._in_compute_dtype(self._checked(buffers))
+        sources = self._in_compute_dtype(self._checked(buffers), context.current())
         pool, ranks = self._parts(params)
         with pool.lend() as template, _alone(pool, entered):
             _bind(template, entered, sources, self._train if train is None else train, ranks)
@@ -251,12 +251,13 @@ class Functional:
             )
         return buffers
 
-    def _in_compute_dtype(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _in_compute_dtype(
+        self, buffers: dict[str, Tensor], running: context.Context | None
+    ) -> dict[str, Tensor]:
         """Buffers as the running step computes: persistent floats in 16 bits under ``precision``.
 
         Statistics of norms and what is not saved (rotary tables) stay as they are.
         """
-        running = context.current()
         dtype = None if running is None else running.compute
         if dtype is None:
             return buffers

@@ -77,6 +77,7 @@ class Group(Member):
         members: the ranks of the world that are in it, where that is known.
         issued: how many collectives it has issued.
         hosted: how many of them were the host's work.
+        world: this rank's.
     """
 
     rank, size = 0, 1
@@ -85,7 +86,7 @@ class Group(Member):
     def __init__(self, axis: str, world: World, members: tuple[int, ...] = ()) -> None:
         self.axis = axis
         self.members = members
-        self._world = world
+        self.world = world
         world.groups.append(self)
 
     def __repr__(self) -> str:
@@ -296,18 +297,16 @@ class Group(Member):
             args: the transport's.
             then: makes of the transport's result what ``wait()`` returns.
         """
-        self._ask_gate(kind, label)
+        if self.world.gate is not None:
+            self.world.gate(f"{kind}({label!r})")
         with torch.no_grad():
             result = _ALONE[kind](*args)
         return Handle(result if then is None else then(result))
 
     def _exchanged(self, kind: str, label: str, data: bytes) -> list[bytes]:
-        self._ask_gate(kind, label)
+        if self.world.gate is not None:
+            self.world.gate(f"{kind}({label!r})")
         return [data]
-
-    def _ask_gate(self, kind: str, label: str) -> None:
-        if self._world.gate is not None:
-            self._world.gate(f"{kind}({label!r})")
 
     def _finish_dropped(self) -> None:
         """Complete what was started and let go of by everybody."""

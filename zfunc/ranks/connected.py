@@ -78,7 +78,7 @@ class PendingHandle(Handle[T]):
         with self._lock:
             if self._epoch != self._group.epoch:  # what this waits for will not come
                 self._abandon(_stale())
-            if self._steps is not None:
+            if self._steps is not None and self._turn:
                 self._group._finish_before(self)
             if self._steps is not None:  # not finished by what went before, either
                 self._advance()
@@ -161,14 +161,16 @@ class ConnectedGroup(Group):
 
     def connect(self, directions: Sequence[Direction]) -> None:
         """Prepare for messages (:func:`zfunc.ranks.point_to_point.connect`)."""
-        self._refuse_if_failed("connect", "")
+        if self._failure is not None:
+            raise self._failed_before("connect", "")
         self._failing(lambda: self._transport.messages.connect(directions))
 
     def send(
         self, label: str, what: tuple[Any, ...], parts: Sequence[Tensor], to: int
     ) -> Handle[None]:
         """Send contiguous tensors (:func:`zfunc.ranks.point_to_point.send`)."""
-        self._refuse_if_failed("send", label)
+        if self._failure is not None:
+            raise self._failed_before("send", label)
         if to == self.rank:
             return TransferHandle(self._own.put(label, what, parts), self)
         call = self._message("send", label, what, to)
@@ -184,7 +186,8 @@ class ConnectedGroup(Group):
         source: int,
     ) -> Handle[list[Tensor]]:
         """Receive such tensors (:func:`zfunc.ranks.point_to_point.receive`)."""
-        self._refuse_if_failed("receive", label)
+        if self._failure is not None:
+            raise self._failed_before("receive", label)
         if source == self.rank:
             return TransferHandle(self._own.get(label, what), self)
         call = self._message("receive", label, what, source)
@@ -277,17 +280,20 @@ class ConnectedGroup(Group):
         self, kind: str, label: str, what: tuple[Any, ...], data: Tensor | None
     ) -> Collective:
         """Number and announce a collective on ``data``."""
-        self._refuse_if_failed(kind, label)
-        self._ask_gate(kind, label)
+        if self._failure is not None:
+            raise self._failed_before(kind, label)
+        if self.world.gate is not None:
+            self.world.gate(f"{kind}({label!r})")
         self.issued += 1
         self.hosted += self._transport.hosted(data)
         return Collective(kind, label, announced(kind, label, what), self.issued)
 
-    def _refuse_if_failed(self, kind: str, label: str) -> None:
-        if self._failure is not None:
-            raise DesyncError(
-                f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
-            ) from self._failure
+    def _failed_before(self, kind: str, label: str) -> DesyncError:
+        error = DesyncError(
+            f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
+        )
+        error.__cause__ = self._failure
+        return error
 
     def _cost(self, kind: str, data: Tensor, args: tuple[Any, ...]) -> tuple[int, int | None]:
         """The bytes that this rank sends, and those that a reduction holds until it is complete."""
@@ -310,7 +316,7 @@ class ConnectedGroup(Group):
         self._book(call, sent, HEADER_BYTES * self._transport.headers_sent(call.kind, data))
 
     def _book(self, call: Collective, sent: int, headers: int) -> None:
-        for book in tuple(self._world.ledgers):
+        for book in tuple(self.world.ledgers):
             book.record(call.kind, call.label, self.axis, sent, headers)
 
     def _fail(self, error: DesyncError) -> None:
@@ -333,7 +339,7 @@ class ConnectedGroup(Group):
         self._transport.leave(error)
 
     def _connected(self) -> list[ConnectedGroup]:
-        return [group for group in self._world.groups if isinstance(group, ConnectedGroup)]
+        return [group for group in self.world.groups if isinstance(group, ConnectedGroup)]
 
     def _make_room(self, held: int) -> None:
         """Finish as many of the oldest reductions as the bytes of a new one need."""
@@ -355,8 +361,6 @@ class ConnectedGroup(Group):
         Ranks that waited for such in different orders would wait for each other. Large
         all-reduces take two rounds, so reductions always do; in a large group everything does.
         """
-        if not handle._turn:
-            return
         earlier = [other for other in self._unfinished() if 0 < other._turn < handle._turn]
         for other in sorted(earlier, key=attrgetter("_turn")):
             other.wait()

@@ -113,7 +113,7 @@ def receive(
     _check_rank(ranks, "receive", label, "source", source)
     given = [like] if isinstance(like, Tensor | TensorSpec) else like
     specs = [x if isinstance(x, TensorSpec) else _spec(x) for x in given]
-    at = ranks._world.device if device is None else torch.device(device)
+    at = ranks.world.device if device is None else torch.device(device)
     what = _described(tuple((x.shape, x.dtype) for x in specs), *[at] * bool(specs))
     if isinstance(ranks, ConnectedGroup):
         return ranks.receive(label, what, specs, at, source)
@@ -195,7 +195,7 @@ def _described(
 def _own(ranks: Group) -> OwnMessages:
     """The messages that a rank that is alone in its group sends itself."""
     key = "messages to itself", ranks
-    made: OwnMessages | None = ranks._world.memo.get(key)
+    made: OwnMessages | None = ranks.world.memo.get(key)
     if made is None:
-        made = ranks._world.memo[key] = OwnMessages()
+        made = ranks.world.memo[key] = OwnMessages()
     return made

@@ -68,7 +68,7 @@ class Meeting:
     """One collective of a simulated group: the ranks that have come, and their tensors."""
 
     members: tuple[int, ...]
-    parts: dict[int, tuple[Collective, Any]] = field(default_factory=dict)
+    parts: dict[int, tuple[Collective, Any]] = field(default_factory=dict)  # of those who have come
     results: dict[int, Any] = field(default_factory=dict)
     errors: dict[int, DesyncError] = field(default_factory=dict)
     over: threading.Event = field(default_factory=threading.Event)
@@ -111,7 +111,7 @@ class Fabric:
             meeting = self.meetings.setdefault(key, Meeting(members))
             meeting.parts[rank] = (call, part)
             self._check(meeting, rank, call)
-            complete = not meeting.errors and not meeting.missing()
+            complete = not meeting.errors and len(meeting.parts) == len(members)
         if complete:
             self._hold(meeting, serve)
             with self.lock:
@@ -134,9 +134,10 @@ class Fabric:
             if other.digest != call.digest:
                 meeting.errors[rank] = mismatch(call, peer, told(other.digest))
                 meeting.errors.setdefault(peer, mismatch(other, rank, told(call.digest)))
-        for peer in meeting.missing():
-            if self._absence(call, meeting.members, peer) is not None:
-                self._desert(meeting, peer)
+        if self.parted or self.gone or self.stopped:
+            for peer in meeting.missing():
+                if self._absence(call, meeting.members, peer) is not None:
+                    self._desert(meeting, peer)
         if meeting.errors:
             self._spread(meeting)
 
