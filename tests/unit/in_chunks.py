@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -40,8 +40,8 @@ class HeldLayer(Ref):
     def force(self) -> Any:
         return self.params
 
-    def told(self, info: LayerInfo) -> LayerInfo:
-        return replace(info, key=("held", self.layer))
+    def told(self, index: int, name: str) -> LayerInfo:
+        return LayerInfo(index, name, key=("held", self.layer))
 
 
 def even(layers: int, chunks: int) -> list[int]:

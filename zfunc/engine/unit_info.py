@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,11 +76,16 @@ class Total:
         self.second.advance()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class UnitInfo:
     """What a hook is told of a unit: its place in the layout and the ranks that share it.
 
     ``running`` is the context of the call, which backward on a thread of its own cannot ask for.
+
+    Attributes:
+        key: which unit it is among all that take part in a pass.
+        name: what it is called.
+        flats, trainable: its flats in the layout, and those of them that are trained.
     """
 
     layout: Layout
@@ -89,30 +93,18 @@ class UnitInfo:
     group: Group
     cut: bool
     source: int = 0
-    running: Any = field(default=None, compare=False, repr=False)
+    running: Any = field(default=None, repr=False)
 
-    @cached_property
-    def key(self) -> tuple[int, int]:
-        """Which unit it is among all that take part in a pass."""
-        return self.source, self.index
+    def __post_init__(self) -> None:
+        unit = self.layout.units[self.index]
+        self.key, self.name, self.flats = (self.source, self.index), unit.name, unit.flats
+        self.trainable: tuple[int, ...] = self.layout.trainable_of_units[self.index]
 
     @property
     def kept(self) -> bool:
         """Whether its gradients leave as they are, since a transform averages them otherwise."""
         keeps = None if self.running is None else communication(self.running).keeps
         return keeps is not None and keeps(self)
-
-    @cached_property
-    def name(self) -> str:
-        return self.layout.units[self.index].name
-
-    @cached_property
-    def flats(self) -> tuple[int, ...]:
-        return self.layout.units[self.index].flats
-
-    @cached_property
-    def trainable(self) -> tuple[int, ...]:
-        return self.layout.trainable_of_units[self.index]
 
     @property
     def memory(self) -> Callable[[int, torch.dtype, torch.device | None], Tensor]:
