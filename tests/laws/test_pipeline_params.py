@@ -60,3 +60,31 @@ def test_numbers_of_layers_are_refused(way: str, schedule: str) -> None:
 
     with pytest.raises(CompositionError, match=r"is a parameter of layer blocks\.0, and is read"):
         zf.simulate(2)(run)()
+
+
+def with_norm(part: str | None) -> Model:
+    model = made(Stack)
+
+    def loss(p: Any, batch: Any) -> Any:
+        return model.loss(p, batch) * (1 + zf.tree.global_norm(p[part] if part else p))
+
+    return Model(model.params, loss, rows)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_norm_of_what_is_outside_of_layers(schedule: str) -> None:
+    wanted = with_norm("head").trained(lambda f: zf.accumulate(f, 4))
+
+    def run() -> Any:
+        return with_norm("head").trained(lambda f: zf.pipeline(f, 4, pipe=2, schedule=schedule))
+
+    for found in zf.simulate(2)(run)():
+        assert_near(found, wanted, 1e-9)
+
+
+def test_a_norm_of_all_parameters_is_refused() -> None:
+    def run() -> Any:
+        return with_norm(None).trained(lambda f: zf.pipeline(f, 4, pipe=2))
+
+    with pytest.raises(CompositionError, match=r"is a parameter of layer blocks\.0, and is read"):
+        zf.simulate(2)(run)()

@@ -15,6 +15,7 @@ from zfunc.trees.nodes import Box, Placed
 
 __all__ = ["shared"]
 
+_PLAIN = Tensor, torch.nn.Parameter
 KEPT = 4  # norms of so many trees are remembered at a time
 
 
@@ -66,8 +67,10 @@ def _versions(nodes: Sequence[Any]) -> tuple[tuple[int, int], ...] | None:
     """How often each tensor has been written to, and where; ``None`` where nobody counts.
 
     Nobody counts what is written through ``x.data`` and NumPy's views: who does that before
-    asking again makes a new tensor of it.
+    asking again makes a new tensor of it. Tensors of a class of their own may have no memory.
     """
+    if any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in nodes):
+        return None
     try:
         if not any(isinstance(node, Placed | Box) for node in nodes):
             return tuple([(x._version, x.data_ptr()) for x in nodes])
