@@ -569,7 +569,7 @@ WRONG: list[tuple[Loss, str]] = [
     (a_gradient_in_the_loss, "no stage has the whole way"),
     (value_and_grad_in_the_loss, r"value_and_grad was called within a loss"),
     (a_branch_on_numbers, "it looks at its numbers"),
-    (layers_by_the_batch, "in the place of layer"),
+    (layers_by_the_batch, "in the place of layer .* zf.drop_layers does it"),
     (a_number_of_a_layer, "What depends on numbers is to be a tensor"),
     (a_number_of_the_batch_from_a_layer, "What depends on numbers is to be a tensor"),
     (a_value_of_a_layer(lambda x: (x > 0).numpy().sum(), int), "is to be a tensor"),

@@ -63,7 +63,8 @@ def parts_of(
         raise PlacementError(
             f"the parameters have {len(layers)} layers (zf.Layers), and a pipeline divides them "
             f"into {chunks} chunks. Take fewer ranks along pipe, fewer chunks, or mark layers: "
-            "zf.functionalize does so for the lists of blocks in a module."
+            "zf.functionalize does so for the lists of blocks in a module, and for others with "
+            'units=: zf.functionalize(model, units="layers.*").'
         )
     known = work if work is not None and work.structure == spec else None
     order = _order(layers, known)

@@ -340,11 +340,12 @@ class ChunkRun:
         self.error = self.error or error
         return error
 
-    def _differs(self, what: str) -> CompositionError:
+    def _differs(self, what: str, more: str = "") -> CompositionError:
         return self._fail(
             f"stage {self.chunk} of a pipeline: {what}, unlike in the rehearsal of this batch's "
             "shapes. Which layers run, and on what, may depend on shapes and on what no rank "
             "computes, and on nothing else: decide inside of a layer, or for all microbatches."
+            + more
         )
 
     # --- layers ---
@@ -379,7 +380,11 @@ class ChunkRun:
             name = "unknown" if layer is None else self.plan.layout.layers[layer].name
             if n != self.next:
                 raise self._differs(f"layer {name} runs, and it was the turn of {self._expected()}")
-            raise self._differs(f"layer {name} runs in the place of layer {plan.name}")
+            raise self._differs(
+                f"layer {name} runs in the place of layer {plan.name}",
+                " A model that leaves layers out by chance (layerdrop) has to be told not to; "
+                "zf.drop_layers does it for all stages alike.",
+            )
         if len(ins) != plan.arguments:
             raise self._differs(
                 f"layer {plan.name} got {len(ins)} arguments, and not {plan.arguments}"
