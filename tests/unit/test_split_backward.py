@@ -322,6 +322,28 @@ def test_hooks_see_whole_gradients_once() -> None:
     assert got.second
 
 
+def test_hooks_of_nodes_see_all_gradients_once() -> None:
+    """Those of products and of sums, as ``nn.Module.register_backward_hook`` gives them."""
+    seen: list[int] = []
+
+    def hook(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        seen.append(sum(g is not None for g in grads))
+        return tuple(None if g is None else g.clamp(-0.1, 0.1) for g in grads)
+
+    def make() -> Piece:
+        x, w, b = leaf(3, 4), leaf(4, 4), leaf(4)
+        y = x @ w
+        z = y + b * 2
+        for made in (y, z):
+            made.grad_fn.register_hook(hook)  # type: ignore[union-attr]
+        return [z.tanh() @ w], [x], [w, b]
+
+    expected = whole(make)
+    once, seen[:] = [*seen], []
+    check_equal(make, expected)
+    assert seen == once == [2, 2]
+
+
 def check_equal(make: Callable[[], Piece], expected: Any) -> Any:
     got = split(make)
     for x, y in zip([*got.inputs, *got.ends], [*expected.inputs, *expected.ends], strict=True):

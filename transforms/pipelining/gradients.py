@@ -129,6 +129,8 @@ class _Step(PipelineStage):
         own: dict[int, Tensor],
     ) -> None:
         self.asked, n = asked, schedule.microbatches
+        # Where layers that nothing came back to are to rest, zeros are another gradient than none.
+        self.tells_which = running.reached is not None
         by = f"pipeline(..., {n})"
         batches = list(microbatches(asked, n, own, exact=True, by=by))
         where = schedule.rank_of, schedule.actions, ranks, ("loss", running.asked)
@@ -188,6 +190,8 @@ class _Step(PipelineStage):
         if kind in "BI":
             for source, labels in plan.returned_by(k).items():
                 specs = tuple(plan.receives(k)[label][1] for label in labels)
+                if self.tells_which:
+                    specs = (*specs, flat_spec(len(labels), torch.bool, self.device))
                 yield StageMessage(("B", i, k, source), rank, self.rank_of[source], specs)
 
     def messages(self, rank: int) -> Iterator[StageMessage]:
@@ -238,18 +242,26 @@ class _Step(PipelineStage):
         return sent if part.loss is None else [part.loss, *sent]
 
     def _seeds(self, i: int, k: int) -> list[Any]:
-        """With what it begins there; waits for the chunks behind it."""
+        """With what it begins there, None where no gradient comes; waits for the chunks behind."""
         part, plan = self.parts[i, k], self.plans[i]
         seeds: list[Any] = [] if part.loss is None else [part.seed]
         for to in plan.sent_by(k):
             if labels := plan.returned_by(to).get(k, []):
-                grads = zip(labels, self.wire.receive(("B", i, to, k)), strict=True)
+                came: list[Any] = self.wire.receive(("B", i, to, k))
+                if self.tells_which:
+                    there = came.pop().tolist()
+                    came = [
+                        x if is_there else None for x, is_there in zip(came, there, strict=True)
+                    ]
+                grads = zip(labels, came, strict=True)
                 seeds += [grad for label, grad in grads if part.run.outs[label].requires_grad]
         return seeds
 
     def _backward(self, i: int, k: int) -> None:
         part = self.parts[i, k]
-        outs, seeds = self._outs(i, k), self._seeds(i, k)
+        pairs = zip(self._outs(i, k), self._seeds(i, k), strict=True)
+        roots = [(x, grad) for x, grad in pairs if grad is not None]
+        outs, seeds = [x for x, _ in roots], [grad for _, grad in roots]
         inputs = part.run.inputs
         wanted = [x for x in inputs.values() if x.requires_grad]
         with part.drawing:
@@ -289,6 +301,9 @@ class _Step(PipelineStage):
         for source, labels in self.plans[i].returned_by(k).items():
             rows = [(given[label], grads.get(label)) for label in labels]
             filled = [torch.zeros_like(x) if g is None else g for x, g in rows]
+            if self.tells_which:
+                there = [g is not None for _, g in rows]
+                filled.append(torch.tensor(there, device=self.device))
             self.wire.send(("B", i, k, source), filled)
 
     def _done(self, i: int, k: int) -> None:

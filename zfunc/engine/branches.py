@@ -43,8 +43,8 @@ class Branch:
         ends: indices of the ends that they lead to.
         hooked: whether what one of them has saved can be had once only.
         early: whether they must run in one go with the way to inputs: because of that, because
-            what leads to them computes all of its gradients at once, or because they share an end
-            with others that must.
+            what leads to them computes all of its gradients at once or has hooks, or because they
+            share an end with others that must.
     """
 
     ends: set[int] = field(default_factory=set)
@@ -149,7 +149,9 @@ class Ways:
             branch.early = branch.hooked
         for node in self.way:
             aside = self._aside.get(node)
-            if aside and not is_function(node) and (_kind(node).at_once or _once_only(node)):
+            if not aside or is_function(node):
+                continue
+            if _kind(node).at_once or _once_only(node) or _has_hooks(node):
                 for _, edge in aside:
                     if (into := self.branch(edge)) is not None:
                         into.early = True
@@ -266,6 +268,20 @@ def _kind(node: Node) -> _Kind:
         found = _Kind(node)
         (_FUNCTIONS if found.function else _BUILT_IN)[type(node)] = found
     return found
+
+
+def _has_hooks(node: Node) -> bool:
+    """Whether a user has given the node a hook, which is to see all of its gradients, once.
+
+    Only the handle of another hook leads to them."""
+    handle = node.register_hook(_nothing)
+    found: dict[int, Any] = handle.hooks_dict_ref()
+    handle.remove()
+    return bool(found)
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that changes no gradient."""
 
 
 def _once_only(node: Node) -> bool:

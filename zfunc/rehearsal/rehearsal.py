@@ -64,6 +64,11 @@ from zfunc.trees.nodes import OPAQUE
 
 __all__ = ["rehearse"]
 
+WRITTEN = (
+    " It was written to (acc[i] = x), and has had no name since: put such values into a list, and "
+    "take torch.stack."
+)
+
 
 def rehearse(
     fn: Callable[..., Any],
@@ -199,6 +204,7 @@ class _Rehearsal:
                     raise self.error
                 out = self._returned(out)
                 self._outside()
+                crossing = tuple(map(by_label, self.crossing))  # before tensors are put back
         except Exception as error:
             if (found := self._located(error)) is error:
                 raise
@@ -210,7 +216,7 @@ class _Rehearsal:
         self._check(copies)
         return Rehearsed(
             calls=tuple(self.calls),
-            crossing=tuple(map(by_label, self.crossing)),
+            crossing=crossing,
             uses=tuple(map(frozenset, self.uses)),
             result=out,
             flops=tuple(self.flops[: len(self.calls)]),
@@ -438,6 +444,7 @@ class _Rehearsal:
                 f"{what}, in stage {self.chunk} of a pipeline, uses a value of shape "
                 f"{list(g.form.shape)} computed in stage {g.home} that no layer was given. Pass it "
                 "to the layers as an argument, or compute it inside of them."
+                + (WRITTEN if g.memory.version else "")
             )
         found = Crossing(g.known_as, g.made_as, g.home, g.spec, g, g.of)
         self.crossing[self.chunk].setdefault(name, found)
@@ -451,8 +458,11 @@ class _Rehearsal:
             if type(x) is Ghost:
                 if self.copies.repeats is not None:
                     self.copies.repeats.called(named(func), given)
+                found = tensors_in(given)
+                if x.made_as is not None and any(g is x for g in found):
+                    continue  # it was given as it is (x.contiguous()), and is known by its maker
                 x.made = label, x.memory.version
-                x.of = [g for g in tensors_in(given) if type(g) is Ghost and g is not x]
+                x.of = [g for g in found if type(g) is Ghost and g is not x]
 
     def hooked(self, x: Ghost) -> None:
         """Whoever makes a value has its hooks, and comes no further than to the next stage."""

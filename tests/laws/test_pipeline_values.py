@@ -1,0 +1,163 @@
+"""What a loss does with values between layers, and gradients that do not come: as one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zfunc as zf
+from tests.laws.cases import assert_near
+from tests.laws.layered import end, layer, params
+from tests.laws.pipelines import F64, Model, rows
+from zfunc import optim
+from zfunc.errors import CompositionError
+
+Loss = Callable[[Any, Any], Tensor]
+SCHEDULES = ("1f1b", "zb", "zbv")
+
+
+def layers(p: Any) -> list[Any]:
+    return [*p["blocks"], *p["more"]]
+
+
+def check(model: Model, schedule: str, **how: Any) -> None:
+    wanted = model.trained(lambda f: zf.accumulate(f, 3), steps=2, **how)
+
+    def run() -> Any:
+        return model.trained(lambda f: zf.pipeline(f, 3, schedule, pipe=2), steps=2, **how)
+
+    for found in zf.simulate(2)(run)():
+        assert_near(found, wanted, 1e-9)
+
+
+def as_it_is(same: Callable[[Tensor], Tensor]) -> Loss:
+    """A value of an early stage, which a function gives back as it is on a later one."""
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        x = batch["x"]
+        for i, each in enumerate(layers(p)):
+            x = zf.layer(layer, each, x)
+            if i == 1:
+                early = x * 2
+            if i == len(layers(p)) - 2:
+                x = x + same(early) * 0.1
+        return end(x, batch)
+
+    return loss
+
+
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "to": lambda x: x.to(torch.float64),
+    "double": lambda x: x.double(),
+    "cpu": lambda x: x.cpu(),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", SAME)
+def test_an_operation_that_returns_its_argument(name: str, schedule: str) -> None:
+    check(Model(params(), as_it_is(SAME[name]), rows), schedule)
+
+
+def added_up(p: Any, batch: Any) -> Tensor:
+    """A tensor of zeros to which the first stage adds, in place."""
+    x, total = batch["x"], torch.zeros((), dtype=F64)
+    for i, each in enumerate(layers(p)):
+        x = zf.layer(layer, each, x)
+        if i == 0:
+            total += x.square().mean()
+    return end(x, batch) + total
+
+
+def added_to_the_batch(p: Any, batch: Any) -> Tensor:
+    x = batch["x"]
+    for i, each in enumerate(layers(p)):
+        x = zf.layer(layer, each, x)
+        if i == 0:
+            rest = batch["x"].clone()
+            rest += 0.1 * x
+    return end(x + rest.tanh(), batch)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("loss", [added_up, added_to_the_batch])
+def test_a_tensor_that_the_first_stage_writes_to(loss: Loss, schedule: str) -> None:
+    check(Model(params(), loss, rows), schedule)
+
+
+def in_slots(p: Any, batch: Any) -> Tensor:
+    x, kept = batch["x"], torch.zeros(len(layers(p)), *batch["x"].shape, dtype=F64)
+    for i, each in enumerate(layers(p)):
+        kept[i] = x = zf.layer(layer, each, x)
+    return end(kept.mean(0), batch)
+
+
+def test_slots_that_several_stages_fill() -> None:
+    with pytest.raises(CompositionError, match=r"take torch\.stack"):
+        check(Model(params(), in_slots, rows), "1f1b")
+
+
+def cut_off(at: int) -> Loss:
+    """Layers before one have no gradient; the cut is within a stage, or at its end."""
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        x = batch["x"]
+        for i, each in enumerate(layers(p)):
+            x = zf.layer(layer, each, x.detach() if i == at else x)
+        return end(x, batch)
+
+    return loss
+
+
+def tail_unused(p: Any, batch: Any) -> Tensor:
+    """Layers behind one have none."""
+    x = batch["x"]
+    for i, each in enumerate(layers(p)):
+        x = zf.layer(layer, each, x)
+        if i == 1:
+            early = x
+    return end(early, batch) + x.detach().mean()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", *SCHEDULES])
+@pytest.mark.parametrize("loss", [cut_off(3), cut_off(4), cut_off(5), tail_unused])
+def test_layers_without_a_gradient_rest(loss: Loss, schedule: str) -> None:
+    """Also those of another stage than the one where the gradient ends."""
+    tx = optim.adamw(0.05, weight_decay=0.5)
+    check(Model(params(), loss, rows), schedule, tx=tx, skip_unused=True)
+
+
+class Clamped(nn.Module):
+    """Blocks whose gradients a hook of their node changes, as old versions of torch had it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(6))
+        for block in self.layers:
+            block[0].register_backward_hook(clamp)  # type: ignore[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.layers:
+            x = x + block(x)
+        return x
+
+
+def clamp(_: nn.Module, given: Any, out: Any) -> Any:
+    return tuple(None if g is None else g.clamp(-1e-3, 1e-3) for g in given)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_hooks_of_nodes(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = zf.functionalize(Clamped().double())
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        return model.apply(p, batch["x"]).square().mean()
+
+    check(Model(model.params, loss, rows), schedule, tx=optim.sgd(1.0))
