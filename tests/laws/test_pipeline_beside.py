@@ -161,6 +161,18 @@ def test_numbers_beside_a_loss_are_those_of_its_batch() -> None:
     assert wanted[0] != wanted[1]
 
 
+def test_a_statistic_as_long_as_a_part_has_rows() -> None:
+    """Of 24 rows in three parts."""
+
+    def fn(params: Any, batch: Any) -> Any:
+        out = zf.scan(block, params["blocks"], block(params["first"], batch["x"]))
+        return out, out.mean(0).repeat(2)[:8]
+
+    wanted = [fn(stack(), rows(i)) for i in range(3)]
+    for found in on_two_stages(zf.pipeline(zf.evaluate(fn), 3, pipe=2), stack()):
+        assert_near(found, wanted, 1e-12)
+
+
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_numbers_that_are_evaluated_are_those_of_their_batch(by_rows: bool) -> None:
     def fn(params: Any, batch: Any) -> Any:

@@ -16,7 +16,7 @@ from zfunc.engine.differentiation import new_pass
 from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group, even_cuts
 from zfunc.ranks.keys import is_key
-from zfunc.rehearsal.plans import Rehearsed, Spec
+from zfunc.rehearsal.plans import Spec
 from zfunc.rehearsal.results import flattened, is_array
 from zfunc.rehearsal.values import is_number
 from zfunc.transforms.pipelining.results import broadcast
@@ -79,10 +79,8 @@ def predicted(
     if len(parts) > 1:
         stage.base.close()
         cut = stage_of(parts)
-        if all(
-            _has_rows(plan, rows, full)
-            for plan, rows in zip(cut.plans, map(_rows, parts), strict=True)
-        ):
+        every = [(plan.result, _rows(part)) for plan, part in zip(cut.plans, parts, strict=True)]
+        if all(_has_rows(*each, full, _rows(given)) for each in every):
             stage = cut
         else:
             cut.base.close()
@@ -172,15 +170,17 @@ def _rows(given: Arguments) -> int:
     return next(len(x) for x in leaves if isinstance(x, Tensor) and x.ndim)
 
 
-def _has_rows(plan: Rehearsed, rows: int, full: Any) -> bool:
-    """Whether a microbatch's results are rows of those of the whole batch."""
-    mine, theirs = flattened(plan.result, Spec)[0], flattened(full, Spec)[0]
+def _has_rows(result: Any, rows: int, full: Any, all_rows: int) -> bool:
+    """Whether a microbatch's results are rows of those of the whole batch, as its arguments are."""
+    mine, theirs = flattened(result, Spec)[0], flattened(full, Spec)[0]
     if len(mine) != len(theirs):
         return False
     for a, b in zip(mine, theirs, strict=True):
         if isinstance(a, Spec) != isinstance(b, Spec) or is_number(a) or is_array(a):
             return False  # a number may count the rows
-        if isinstance(a, Spec) and not (a.shape[:1] == (rows,) and a.shape[1:] == b.shape[1:]):
+        if not isinstance(a, Spec):
+            continue
+        if a.shape[:1] != (rows,) or b.shape[:1] != (all_rows,) or a.shape[1:] != b.shape[1:]:
             return False
     return True
 

@@ -352,7 +352,8 @@ def pipeline(
     each rank reads its stage's leaves alone. ``predict(params, ids)`` runs stage by stage, and all
     ranks get what it returns; caches among it stay where they are, and are ``None``.
     ``zf.generate`` takes the placed parameters, too. Such a function computes each row by itself,
-    since microbatches are rows: no mean over the batch, no BatchNorm that is training.
+    since microbatches are rows, of all tensors that go in: no mean over the batch, no BatchNorm
+    that is training, no second tensor of as many rows that all of them look at.
 
     Args:
         microbatches: into how many parts a batch is cut; in inference at most, where all tensors
