@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zfunc as zf
 from tests.laws.cases import assert_near
@@ -100,6 +101,20 @@ def in_slots(p: Any, batch: Any) -> Tensor:
 def test_slots_that_several_stages_fill() -> None:
     with pytest.raises(CompositionError, match=r"take torch\.stack"):
         check(Model(params(), in_slots, rows), "1f1b")
+
+
+def scaled_in_regions(p: Any, batch: Any) -> Tensor:
+    """By a value of parameters alone, which each stage makes where it is used first: in a region
+    that backward runs again."""
+    x, scale = batch["x"], torch.tanh(p["s"])
+    for each in layers(p):
+        x = checkpoint(lambda x, q: zf.layer(layer, q, x) * scale, x, each, use_reentrant=False)
+    return end(x, batch)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_values_of_parameters_in_regions_that_run_again(schedule: str) -> None:
+    check(Model(params(), scaled_in_regions, rows), schedule)
 
 
 def cut_off(at: int) -> Loss:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from zfunc.buffers.readings import on_host
 from zfunc.engine import context
@@ -142,6 +142,10 @@ def _recording() -> AbstractContextManager[None]:
 def _unleaved(x: Tensor) -> Tensor:
     """The same memory, and no view for autograd: it may be written to, which a leaf may not."""
     return torch.ops.aten._unsafe_view.default(x, x.shape) if x.requires_grad else x.detach()
+
+
+def _as_kept(x: Tensor) -> Tensor:
+    return x
 
 
 def _hooks_of(x: Tensor) -> set[int]:
@@ -311,7 +315,9 @@ class ChunkRun:
                 "pipeline than where it was made: its gradient would be lost. Make it where it is "
                 "used."
             )
-        _become_own(x, x.recipe.made())
+        # A region that backward runs again finds it made, and is not to count what that has saved.
+        with saved_tensors_hooks(Tensor.detach, _as_kept):
+            _become_own(x, x.recipe.made())
 
     def counted(self, flops: int) -> None:
         """Work is counted in the rehearsal."""

@@ -16,7 +16,7 @@ __all__ = ["site"]
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = Path(zfunc.engine.__file__).parents[1]
 _PYTHON = sysconfig.get_path("stdlib")
-_ROOMS = ("rehearsal", "engine", "modules", "operators", "layout", "ranks", "trees")
+_ROOMS = ("rehearsal", "engine", "modules", "operators", "layout", "ranks", "trees", "transforms")
 _BELOW = (_TORCH, *(str(_OWN / room) for room in _ROOMS))
 
 
