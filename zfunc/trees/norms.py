@@ -15,7 +15,6 @@ from zfunc.trees.nodes import Box, Placed
 
 __all__ = ["shared"]
 
-_PLAIN = Tensor, torch.nn.Parameter
 KEPT = 4  # norms of so many trees are remembered at a time
 
 
@@ -69,11 +68,9 @@ def _versions(nodes: Sequence[Any]) -> tuple[tuple[int, int], ...] | None:
     Nobody counts what is written through ``x.data`` and NumPy's views: who does that before
     asking again makes a new tensor of it. Tensors of a class of their own may have no memory.
     """
-    if any(isinstance(x, Tensor) and type(x) not in _PLAIN for x in nodes):
+    if any(isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter) for x in nodes):
         return None
     try:
-        if not any(isinstance(node, Placed | Box) for node in nodes):
-            return tuple([(x._version, x.data_ptr()) for x in nodes])
         held = [x for n in nodes for x in (n.held() if isinstance(n, Placed | Box) else (n,))]
         return tuple((0, 0) if x is None else (x._version, x.data_ptr()) for x in held)
     except (RuntimeError, AttributeError):  # tensors of inference mode have no such count
