@@ -103,6 +103,30 @@ def test_slots_that_several_stages_fill() -> None:
         check(Model(params(), in_slots, rows), "1f1b")
 
 
+def scored(q: Any, x: Tensor) -> Tensor:
+    return x + 0.1 * torch.func.grad(lambda y: layer(q, y).square().sum())(x)
+
+
+IN_LAYERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "grad": scored,
+    "vjp": lambda q, x: x + torch.func.vjp(lambda y: layer(q, y), x)[1](x)[0],
+    "jvp": lambda q, x: x + torch.func.jvp(lambda y: layer(q, y), (x,), (x,))[1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, of jvp
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", IN_LAYERS)
+def test_torch_func_in_layers(name: str, schedule: str) -> None:
+    def loss(p: Any, batch: Any) -> Tensor:
+        x = batch["x"]
+        for each in layers(p):
+            x = zf.layer(IN_LAYERS[name], each, x)
+        return end(x, batch)
+
+    check(Model(params(), loss, rows), schedule)
+
+
 def scaled_in_regions(p: Any, batch: Any) -> Tensor:
     """By a value of parameters alone, which each stage makes where it is used first: in a region
     that backward runs again."""

@@ -375,7 +375,8 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     def call(*xs: Any, **kw: Any) -> Any:
         return _compute(inner, params, xs, kw)
 
-    name = fn.zfunc_name if hasattr(fn, "zfunc_name") else str(index)
+    if (name := getattr(fn, "zfunc_name", None)) is None:
+        name = str(index)
     info = params.told(index, name) if isinstance(params, Ref) else LayerInfo(index, name)
     for transform in running.around:
         call = transform.layer(call, info)

@@ -413,6 +413,9 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) 
         below: whether autograd is above it already.
     """
     given = Arguments(func, args, kwargs, form_of)
+    if not below and _in_torch_func(given.tensors):
+        with DisableTorchFunctionSubclass():  # the dispatcher knows what is differentiated
+            return func(*args, **kwargs)
     ghosts = [x for x in given.tensors if type(x) is Ghost]
     run = RUN.get()
     light = not (run is None or below or run.inside) and _is_light(func, ghosts)
@@ -432,6 +435,21 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) 
     if found.writes:
         _write(run, func, given.tensors, found)
     return _results(run, func, args, kwargs, given, found, ghosts, light)
+
+
+def _in_torch_func(tensors: Sequence[Tensor]) -> bool:
+    """Whether ``torch.func`` differentiates by one of them, and has put something around it.
+
+    (Of rows, under vmap, torch squeezes a product in place, which no ghost can follow.)"""
+    if torch._C._functorch.maybe_current_level() is None:
+        return False
+    wrapped = False
+    for x in tensors:
+        while torch._C._functorch.is_functorch_wrapped_tensor(x):
+            if torch._C._functorch.is_batchedtensor(x):
+                return False
+            x, wrapped = torch._C._functorch.get_unwrapped(x), True
+    return wrapped
 
 
 def _is_light(func: Any, ghosts: Sequence[Ghost]) -> bool:
