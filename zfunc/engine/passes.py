@@ -166,10 +166,8 @@ class Pass:
             self.arrivals[-1 - BEHIND][1].advance()
         lean = any(source.sharded for source in self.sources)  # memory is scarce
         limit = IN_FLIGHT_BYTES_LEAN if lean else IN_FLIGHT_BYTES
-        if self.in_flight > limit and len(self.arrivals) > 1:
-            limit = run.limit(limit)
-            while self.in_flight > limit and len(self.arrivals) > 1:
-                self._arrive()
+        while len(self.arrivals) > 1 and run.is_much(self.in_flight, limit):
+            self._arrive()
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         self.left_bytes += nbytes
         if self.left_bytes >= BETWEEN_TRIMS:

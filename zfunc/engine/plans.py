@@ -94,8 +94,7 @@ class PassPlan:
             if run is None or run.values is not None or key in met or run.arriving:
                 continue
             met.add(key)
-            total = ahead + size
-            if ahead and total > AHEAD_BYTES and total > run.limit(AHEAD_BYTES):
+            if ahead and run.is_much(ahead + size, AHEAD_BYTES):
                 return
             run.start()
             ahead += size
@@ -131,7 +130,7 @@ class PassPlan:
             first, size = layer, size + planned.nbytes
             if run.values is not None or run.pending is not None or run.node is not None:
                 break
-            if not run.gathers or (found and size > run.limit(AHEAD_BYTES)):
+            if not run.gathers or (found and run.is_much(size, AHEAD_BYTES)):
                 break
             if key not in found:
                 found.append(key)

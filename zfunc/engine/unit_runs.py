@@ -174,6 +174,10 @@ class UnitRun:
         on_host = self.device is None or kind(self.device) == "cpu"
         return on_a_host if on_host else BYTES_ON_A_GPU
 
+    def is_much(self, nbytes: int, on_a_host: int) -> bool:
+        """Whether so many bytes are more than that."""
+        return nbytes > min(on_a_host, BYTES_ON_A_GPU) and nbytes > self.limit(on_a_host)
+
     def start(self) -> None:
         """Begin to enter, unless it is under way or done."""
         if self.values is None and self.pending is None:
