@@ -12,7 +12,7 @@ from zfunc.optim import fused
 from zfunc.optim.base import GradientTransformation, UpdateFn
 from zfunc.optim.decay import Rates, add_decay, decay_rates, map_rates, needs_params, with_mask
 from zfunc.optim.moments import blend, zeros
-from zfunc.optim.paces import Pace, held, map_own, nothing, own_count, own_pace, paced, remembering
+from zfunc.optim.paces import Pace, held, map_own, nothing, own_count, own_pace, paced
 from zfunc.optim.rates import Rate, at, plain, started, symbolic
 from zfunc.optim.updates import Moved, moved
 from zfunc.trees import tree
@@ -138,7 +138,7 @@ def adam_updates(
             done = fused.step(
                 *(grads, params, state.mu, state.nu),
                 decay=paces,
-                otherwise=remembering(otherwise),
+                otherwise=otherwise,
                 **{"count": count, "lr": rate, **how},
             )
         if done is None:

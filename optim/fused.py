@@ -27,7 +27,7 @@ from zfunc.kernels.adamw import adamw_flat_, adamw_hyper
 from zfunc.kernels.dispatch import choose
 from zfunc.optim.base import nodes
 from zfunc.optim.buffers import SMALL, Launch, Row, Stretch, joined, parted, runs
-from zfunc.optim.paces import Paces, own_count, own_pace
+from zfunc.optim.paces import Paces, own_count, own_pace, remembering
 from zfunc.optim.updates import Scaled, scale
 from zfunc.trees import memory, tree
 from zfunc.trees.boxes import in_box, in_flats
@@ -87,11 +87,11 @@ def step(
 
     # Units are updated on the host: what they need of a device is read once, before the first.
     factor, *values = at_hand([factor, *how.values()])
-    how = dict(zip(how, values, strict=True))
+    how, later = dict(zip(how, values, strict=True)), remembering(otherwise)
 
     def unit(g: Tree, p: Tree, m: Tree, v: Tree) -> tuple[Tree, Tree, Tree]:
         done = _step(*tree.align((g, p, m, v)), factor, decay, how)
-        return done or otherwise(g if factor is None else scale(g, factor), p, m, v)
+        return done or later(g if factor is None else scale(g, factor), p, m, v)
 
     new, mu, nu = by_unit(unit, 3, grads, params, mu, nu)
     return new, mu, nu

@@ -35,7 +35,7 @@ from zfunc.ranks.axes import alone
 from zfunc.ranks.axes import group as group_of
 from zfunc.ranks.comm import Group
 from zfunc.ranks.meshes import Axes, Mesh, laid_out
-from zfunc.trees.kinds import FORESEEN
+from zfunc.trees.kinds import kind
 from zfunc.trees.nodes import NAMESPACE, Layers, Tree
 from zfunc.trees.squares import zeros
 from zfunc.trees.tree import dotted
@@ -396,8 +396,7 @@ class Layout:
 
         For small leaves half the time goes into making the views that they are copied to.
         """
-        where = FORESEEN.get() or full.device.type
-        if not leaves or where != "cpu" or any(x.code for x in self.by_flat[flat]):
+        if not leaves or kind(full.device) != "cpu" or any(x.code for x in self.by_flat[flat]):
             return False
         row: list[Tensor] = []
         for leaf, short in zip(leaves, self._shortages(flat), strict=True):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 __all__ = ["DIRECT", "is_direct", "neighbours", "ring"]
 
 DIRECT = 16  # the most ranks that connect each to each
 
 
-@cache
 def is_direct(size: int) -> bool:
     """Whether the ranks of a group of ``size`` send straight to each other."""
     return size <= DIRECT

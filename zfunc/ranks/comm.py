@@ -297,16 +297,18 @@ class Group(Member):
             args: the transport's.
             then: makes of the transport's result what ``wait()`` returns.
         """
-        if self.world.gate is not None:
-            self.world.gate(f"{kind}({label!r})")
+        self._ask_gate(kind, label)
         with torch.no_grad():
             result = _ALONE[kind](*args)
         return Handle(result if then is None else then(result))
 
     def _exchanged(self, kind: str, label: str, data: bytes) -> list[bytes]:
+        self._ask_gate(kind, label)
+        return [data]
+
+    def _ask_gate(self, kind: str, label: str) -> None:
         if self.world.gate is not None:
             self.world.gate(f"{kind}({label!r})")
-        return [data]
 
     def _finish_dropped(self) -> None:
         """Complete what was started and let go of by everybody."""

@@ -161,16 +161,14 @@ class ConnectedGroup(Group):
 
     def connect(self, directions: Sequence[Direction]) -> None:
         """Prepare for messages (:func:`zfunc.ranks.point_to_point.connect`)."""
-        if self._failure is not None:
-            raise self._failed_before("connect", "")
+        self._refuse_if_failed("connect", "")
         self._failing(lambda: self._transport.messages.connect(directions))
 
     def send(
         self, label: str, what: tuple[Any, ...], parts: Sequence[Tensor], to: int
     ) -> Handle[None]:
         """Send contiguous tensors (:func:`zfunc.ranks.point_to_point.send`)."""
-        if self._failure is not None:
-            raise self._failed_before("send", label)
+        self._refuse_if_failed("send", label)
         if to == self.rank:
             return TransferHandle(self._own.put(label, what, parts), self)
         call = self._message("send", label, what, to)
@@ -186,8 +184,7 @@ class ConnectedGroup(Group):
         source: int,
     ) -> Handle[list[Tensor]]:
         """Receive such tensors (:func:`zfunc.ranks.point_to_point.receive`)."""
-        if self._failure is not None:
-            raise self._failed_before("receive", label)
+        self._refuse_if_failed("receive", label)
         if source == self.rank:
             return TransferHandle(self._own.get(label, what), self)
         call = self._message("receive", label, what, source)
@@ -280,20 +277,17 @@ class ConnectedGroup(Group):
         self, kind: str, label: str, what: tuple[Any, ...], data: Tensor | None
     ) -> Collective:
         """Number and announce a collective on ``data``."""
-        if self._failure is not None:
-            raise self._failed_before(kind, label)
-        if self.world.gate is not None:
-            self.world.gate(f"{kind}({label!r})")
+        self._refuse_if_failed(kind, label)
+        self._ask_gate(kind, label)
         self.issued += 1
         self.hosted += self._transport.hosted(data)
         return Collective(kind, label, announced(kind, label, what), self.issued)
 
-    def _failed_before(self, kind: str, label: str) -> DesyncError:
-        error = DesyncError(
-            f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
-        )
-        error.__cause__ = self._failure
-        return error
+    def _refuse_if_failed(self, kind: str, label: str) -> None:
+        if self._failure is not None:
+            raise DesyncError(
+                f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
+            ) from self._failure
 
     def _cost(self, kind: str, data: Tensor, args: tuple[Any, ...]) -> tuple[int, int | None]:
         """The bytes that this rank sends, and those that a reduction holds until it is complete."""

@@ -201,17 +201,12 @@ class ControlChannel:
         return HERE if host == self._host else address
 
     def send_message(
-        self,
-        peer: int,
-        digest: int,
-        name_of: Callable[[int], str],
-        length: int,
-        parts: Sequence[memoryview] = (),
+        self, peer: int, digest: int, name: str, length: int, parts: Sequence[memoryview] = ()
     ) -> bool:
         """Send the header of a message to this peer alone; messages are in an order of their own.
 
         Args:
-            name_of: says what a digest is of, for an error of the peer.
+            name: what the digest is of, for an error of the peer.
             length: bytes of the payload.
             parts: the payload, if it goes with the header.
 
@@ -226,7 +221,7 @@ class ControlChannel:
         if peer not in self._to:
             self._call(peer)
         if _remembered(self._told[peer], digest, None):
-            text = digest.to_bytes(8, "little") + name_of(digest).encode()
+            text = digest.to_bytes(8, "little") + name.encode()
             self._push(peer, memoryview(HEADER.pack(NAME, len(text)) + text))
         where, size = b"", sum(map(len, parts))
         if size > POSTED_BYTES:

@@ -108,7 +108,7 @@ class HostMessages(Messages):
     ) -> bool:
         """Send a header; whether the payload could go with it, if it was to."""
         with _TellingLost(self, call, peer):
-            return self._channel.send_message(peer, call.digest, told, nbytes, pieces)
+            return self._channel.send_message(peer, call.digest, told(call.digest), nbytes, pieces)
 
     def expect(self, call: Collective, peer: int) -> None:
         """Make sure that the peer hears of it if this rank fails."""

@@ -134,10 +134,9 @@ class Fabric:
             if other.digest != call.digest:
                 meeting.errors[rank] = mismatch(call, peer, told(other.digest))
                 meeting.errors.setdefault(peer, mismatch(other, rank, told(call.digest)))
-        if self.parted or self.gone or self.stopped:
-            for peer in meeting.missing():
-                if self._absence(call, meeting.members, peer) is not None:
-                    self._desert(meeting, peer)
+        for peer in meeting.missing():
+            if self._absence(call, meeting.members, peer) is not None:
+                self._desert(meeting, peer)
         if meeting.errors:
             self._spread(meeting)
 

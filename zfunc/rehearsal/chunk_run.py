@@ -144,10 +144,6 @@ def _unleaved(x: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view.default(x, x.shape) if x.requires_grad else x.detach()
 
 
-def _as_kept(x: Tensor) -> Tensor:
-    return x
-
-
 def _hooks_of(x: Tensor) -> set[int]:
     return set() if type(x) is Ghost else {*(x._backward_hooks or ())}
 
@@ -316,7 +312,7 @@ class ChunkRun:
                 "used."
             )
         # A region that backward runs again finds it made, and is not to count what that has saved.
-        with saved_tensors_hooks(Tensor.detach, _as_kept):
+        with saved_tensors_hooks(Tensor.detach, Tensor.detach):
             _become_own(x, x.recipe.made())
 
     def counted(self, flops: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zfunc.errors import DonatedStateError
-from zfunc.trees.marks import carry, gone
+from zfunc.trees.marks import carry, gone, spent
 from zfunc.trees.nodes import NAMESPACE, Box
 from zfunc.trees.zeros import is_unmade
 
@@ -215,10 +215,10 @@ def reuse(x: Tensor) -> Tensor:
     >>> reuse(torch.ones(2)).add_(1)
     tensor([2., 2.])
     """
-    if "_zfunc_donated" in x.__dict__:
+    if spent(x):
         raise DonatedStateError(gone("a leaf"))
     alias, running = x.detach(), RUNNING.get()
-    if running is None or (not x.is_contiguous() and is_unmade(x)):
+    if running is None or is_unmade(x):
         return x.clone()
     if running.donation is not None and running.donation.spend(x):
         return alias
