@@ -172,3 +172,11 @@ def test_fewer_layers_and_schedules_that_cannot_run() -> None:
     ):
         with pytest.raises(zf.errors.ScheduleError, match=text):
             placed(schedule)
+
+
+@pytest.mark.parametrize(("schedule", "text"), [("1f2b", "there is no schedule"), (3, "is no sch")])
+@pytest.mark.parametrize("pipe", [1, 2])
+def test_what_is_no_schedule_is_refused_at_once(schedule: Any, text: str, pipe: int) -> None:
+    """On one rank, too, which follows none."""
+    with pytest.raises(zf.errors.ScheduleError, match=text):
+        zf.pipeline(zf.train_step(base, TX), 3, schedule, pipe=pipe)

@@ -41,6 +41,7 @@ from zfunc.ranks.comm import Group
 from zfunc.ranks.meshes import ORDER, Mesh, laid_out
 from zfunc.ranks.world import world_size
 from zfunc.rehearsal.ghosts import RUN
+from zfunc.schedules.catalogue import check_schedule
 from zfunc.schedules.catalogue import schedule as made
 from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.transforms.accumulation import accumulated
@@ -378,7 +379,7 @@ def pipeline(
         TypeError: a mesh that is none.
         CompositionError: the step has a pipeline already, or accumulates beside it; a partition
             that is none.
-        ScheduleError: a schedule that cannot run.
+        ScheduleError: a schedule that is none, or cannot run.
         PlacementError: when a state is placed: it has fewer layers than there are parts, or ranks
             were given other arguments, or examples.
     """
@@ -386,8 +387,7 @@ def pipeline(
         if type(value) is not int or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number, at least 1.")
     _check_axis(axis, mesh)
-    if isinstance(schedule, Schedule):
-        schedule.check()  # on one rank, too, where nobody follows it
+    check_schedule(schedule)  # on one rank, too, where nobody follows it
     how = (microbatches, schedule, chunks, check_partition(partition), pipe, mesh, axis, example)
     return Pipeline(*how)
 

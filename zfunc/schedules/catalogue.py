@@ -12,7 +12,7 @@ from zfunc.schedules.in_turn import gpipe, interleaved, one_f_one_b
 from zfunc.schedules.pipeline_schedule import Schedule
 from zfunc.schedules.zero_bubble import zb, zb_lean, zbv
 
-__all__ = ["SCHEDULES", "ScheduleLike", "schedule"]
+__all__ = ["SCHEDULES", "ScheduleLike", "check_schedule", "schedule"]
 
 ScheduleLike: TypeAlias = str | Schedule | Callable[..., Schedule]
 
@@ -47,8 +47,7 @@ def schedule(which: ScheduleLike, ranks: int, microbatches: int, chunks: int = 2
     True
     """
     ranks, microbatches = as_count(ranks, "ranks"), as_count(microbatches, "microbatches")
-    if isinstance(which, str) and which not in SCHEDULES:
-        raise ScheduleError(f"there is no schedule {which!r}: there are {', '.join(SCHEDULES)}")
+    check_schedule(which)
     make = SCHEDULES[which] if isinstance(which, str) else which
     found = make if isinstance(make, Schedule) else _made(make, ranks, microbatches, chunks)
     if (found.ranks, found.microbatches) != (ranks, microbatches):
@@ -59,10 +58,19 @@ def schedule(which: ScheduleLike, ranks: int, microbatches: int, chunks: int = 2
     return found.check()
 
 
-def _made(make: object, ranks: int, microbatches: int, chunks: int) -> Schedule:
+def check_schedule(which: object) -> None:
+    """Raise ``ScheduleError`` if it is none, or cannot run, for whatever ranks."""
+    if isinstance(which, Schedule):
+        which.check()
+    elif isinstance(which, str):
+        if which not in SCHEDULES:
+            raise ScheduleError(f"there is no schedule {which!r}: there are {', '.join(SCHEDULES)}")
+    elif not callable(which):
+        raise ScheduleError(f"{which!r} is no schedule: give a name, a Schedule or a function")
+
+
+def _made(make: Callable[..., object], ranks: int, microbatches: int, chunks: int) -> Schedule:
     """What a function of ranks and microbatches returns, and of chunks if it asks for them."""
-    if not callable(make):
-        raise ScheduleError(f"{make!r} is no schedule: give a name, a Schedule or a function")
     try:
         choice = "chunks" in signature(make).parameters
     except ValueError:  # a builtin tells nothing of its parameters
