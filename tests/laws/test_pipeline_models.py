@@ -16,7 +16,7 @@ import zfunc as zf
 from tests.laws.cases import assert_near, assert_same
 from tests.laws.covering import Covering
 from tests.laws.pipeline_covering import pairwise_rows
-from tests.laws.pipelines import MODULES, TX, Model, gpt, inputs, module, texts
+from tests.laws.pipelines import MODULES, TX, Model, Wrap, gpt, inputs, module, texts
 from zfunc.schedules import SCHEDULES, schedule
 
 pytest.importorskip("transformers")
@@ -40,6 +40,10 @@ class Case(NamedTuple):
     def chunks(self) -> int:
         return self.pipe * (2 if self.schedule in ("interleaved", "zbv") else 1)
 
+    @property
+    def layers(self) -> int:
+        return max(4, self.chunks)
+
     def __str__(self) -> str:
         more = "-masks" * self.masks + "-lengths" * self.lengths
         where = f"{self.pipe}x{self.data}-stage{self.stage}-{self.microbatches}{more}"
@@ -53,7 +57,7 @@ AXES = (NAMES, tuple(SCHEDULES), (2, 3, 4), (1, 2), (0, 1, 2, 3), (2, 3, 5), *[(
 def cost(row: Any) -> float:
     """Layers that run, on all ranks, beside some that take as long as what a run begins with."""
     case = Case(*row)
-    return 8 + max(4, case.chunks) * case.data * case.microbatches
+    return 8 + case.layers * case.data * case.microbatches
 
 
 def is_new(row: Any) -> bool:
@@ -94,37 +98,38 @@ def batch(case: Case, i: int) -> Any:
     return inputs(case.name, at, n, case.masks)
 
 
-@cache
-def alone(case: Case) -> Any:
-    """What one process has."""
-    return run(case, staged=False)
-
-
-def run(case: Case, staged: bool) -> Any:
+def run(case: Case, layers: int, wrap: Wrap) -> Any:
     """Metrics of two steps, and the full state behind them."""
-    model = model_of(case.name, max(4, case.chunks))
-    step = zf.train_step(model.loss, TX)
-    if staged:
-        mesh = zf.mesh(data=case.data, pipe=case.pipe)
-        step = zf.pipeline(step, case.microbatches, schedule=case.schedule, mesh=mesh)
-        step = zf.shard(step, stage=case.stage, mesh=mesh)
-    else:
-        step = zf.accumulate(step, case.microbatches)
+    model = model_of(case.name, layers)
+    step = wrap(zf.train_step(model.loss, TX))
     state, metrics = step.place(zf.TrainState.create(model.params, TX, key=7)), []
     for i in range(2):
-        given = batch(case, i)
-        state, out = step(state, step.local_batch(given) if staged else given)
+        state, out = step(state, step.local_batch(batch(case, i)))
         metrics.append(out)
     return metrics, step.unplace(state)
 
 
+@cache
+def alone(case: Case, layers: int) -> Any:
+    """What one process has, to which stages and their schedule are nothing."""
+    return run(case, layers, lambda step: zf.accumulate(step, case.microbatches))
+
+
+def staged(case: Case) -> Any:
+    """What each rank has."""
+
+    def wrap(step: Any) -> Any:
+        mesh = zf.mesh(data=case.data, pipe=case.pipe)
+        step = zf.pipeline(step, case.microbatches, schedule=case.schedule, mesh=mesh)
+        return zf.shard(step, stage=case.stage, mesh=mesh)
+
+    return zf.simulate(case.pipe * case.data)(lambda: run(case, case.layers, wrap))()
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_stages_end_where_one_process_does(case: Case) -> None:
-    # Whatever the stages do; more layers than four are twice as many as stages.
-    deep = case.pipe if case.chunks > 4 else 2
-    wanted = alone(case._replace(schedule="zbv" if case.chunks > 4 else "1f1b", pipe=deep, stage=0))
-    found = zf.simulate(case.pipe * case.data)(lambda: run(case, staged=True))()
-    tied = model_of(case.name, max(4, case.chunks)).tied
+    wanted = alone(case._replace(schedule="", pipe=1, stage=0), case.layers)
+    found, tied = staged(case), model_of(case.name, case.layers).tied
     for mine in found:
         assert_same(mine, found[0])
         if case.data == 1 and not tied and adds_in_order(case):
