@@ -108,8 +108,8 @@ class Roles(tuple[tuple[str, str], ...]):
         if not names:
             raise PlacementError(
                 f"the state ({entries}) has no entry {role!r} and none with the role {role!r}, "
-                f"which {who} needs. Call it so, or tell {who} which one it is: "
-                'roles={"generator": "params", "g_opt": "opt_state"}.'
+                f"which {who} needs. Call it so, or tell {who} which one it is: roles={{"
+                "'generator': 'params', 'g_opt': 'opt_state'}. Inference takes zf.evaluate(fn)."
             )
         return names
 
