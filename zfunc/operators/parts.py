@@ -20,8 +20,6 @@ __all__ = ["RUNS", "found", "found_beside", "refused", "runs_of", "splits_now"]
 
 RUNS = "_zfunc_runs"  # which features of all a tensor has: in the first step, of what columns made
 
-MEANINGS = {0: "outputs", 1: "inputs"}
-
 
 def found(name: str, leaf: Tensor, what: str) -> Part | None:
     """Of what a leaf is a part; ``None`` where nothing is split among several ranks.

@@ -93,7 +93,6 @@ class Dependencies:
         self.sources: list[list[int]] = [[a for a, b in there if b == k] for k in range(chunks)]
         self.targets: list[list[int]] = [[b for a, b in there if a == k] for k in range(chunks)]
         self.returns: list[list[int]] = [[b for a, b in back if a == k] for k in range(chunks)]
-        self.replies: list[list[int]] = [[a for a, b in back if b == k] for k in range(chunks)]
 
     def backward(self, microbatch: int, chunk: int) -> Action:
         """The action that makes the gradients of what a chunk was given: B or I."""
