@@ -146,7 +146,7 @@ class Splitting(Meshed):
             self,
             choose=getattr(pipeline, "choose", None),
             roles=getattr(shard, "roles", self.roles),
-            sharded=shard is not None or getattr(pipeline, "has_stages", False),
+            sharded=shard is not None or pipeline is not None,
             of_params=self.of_params or any(other.of_params for other in others),
         )
 

@@ -120,6 +120,8 @@ class _Passage:
 class _Step(PipelineStage):
     """One ``value_and_grad`` of this rank."""
 
+    differentiates = True
+
     def __init__(
         self,
         running: Context,

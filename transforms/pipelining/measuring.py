@@ -57,7 +57,8 @@ def measured(fn: Callable[..., Any], state: Any, example: Any) -> Measured:
     )
     device = torch.get_default_device() if device.type == "meta" else device
     given = asked.loss_fn, make_layout(params), asked.args, asked.kwargs
-    plan = rehearse(*given, device=device, about="the example")
+    with torch.enable_grad():
+        plan = rehearse(*given, device=device, about="the example")
     structure = optree.tree_structure(params, none_is_leaf=True, namespace=NAMESPACE)
     return Measured(structure, *_by_layer(plan))
 

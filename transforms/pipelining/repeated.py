@@ -68,7 +68,7 @@ class RepeatedStage(PipelineStage):
         Args:
             arguments: makes them within the rehearsal, whose own they are: it may write to them.
         """
-        with self.within(self.base):
+        with self.within(self.base), torch.no_grad():
             fn = lambda tree: self.fn(tree, *arguments())  # noqa: E731
             return rehearse(fn, self.layout, (), {}, chunks_of_layers(self.layout), self.device)
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import optree
 import torch
@@ -58,6 +58,8 @@ class PipelineStage:
         name: which function of the step it is, for what is remembered.
     """
 
+    differentiates: ClassVar[bool] = False
+
     def __init__(
         self,
         running: Context,
@@ -78,7 +80,8 @@ class PipelineStage:
         self.source = self.take_part(self.base)
         chunks = chunks_of_layers(self.layout)
         self._found: list[tuple[Any, Rehearsed]] = []
-        self.plans = [self._rehearsed(name, chunks, i, *each) for i, each in enumerate(batches)]
+        with torch.set_grad_enabled(self.differentiates):
+            self.plans = [self._rehearsed(name, chunks, i, *each) for i, each in enumerate(batches)]
         self._check_chunks()
         self.lent: dict[int, tuple[int, list[int]]]
         key = (name, ranks.size, *map(id, self.plans))  # which stay beside what is sent

@@ -80,7 +80,8 @@ def rehearse(
     about: str = "a batch",
     twice: bool = False,
 ) -> Rehearsed:
-    """Run ``fn(params, *args, **kwargs)`` on the shapes of parameters.
+    """Run ``fn(params, *args, **kwargs)`` on the shapes of parameters, with gradients or without
+    as they are on.
 
     Args:
         fn: a loss, or any pure function of a tree whose layers run through ``zf.layer``.
@@ -198,7 +199,7 @@ class _Rehearsal:
         try:
             # One rank that is a thread at a time: what they close over is the same.
             own_numbers, watched = self._put_back(), _Silence()
-            with torch.enable_grad(), scope(0), own_numbers, uncompiled(), silent(), watched:
+            with scope(0), own_numbers, uncompiled(), silent(), watched:
                 out = self.copies.begin(fn)(tree, *given[0], **given[1])
                 if self.error is not None:
                     raise self.error

@@ -184,8 +184,8 @@ def _is_property(func: Any) -> bool:
 
 
 def _has_numbers(x: Any) -> bool:
-    if not isinstance(x, Tensor) or type(x) is Ghost:
-        return False
+    if not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False  # a ghost, or what holds its numbers, or ghosts, in other tensors
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.layout == torch.strided and not (x.is_meta or wrapped)
 
