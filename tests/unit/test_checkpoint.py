@@ -248,7 +248,7 @@ def test_keep_removes_earlier_ones_but_never_the_last_good(tmp_path: Path) -> No
     ]
     zf.save(tmp_path, {"step": 5}, keep=1)  # an earlier step again: it was saved last
     assert [(c.step, c.good) for c in zf.checkpoints(tmp_path)] == [(5, True)]
-    with pytest.raises(ValueError, match="keep=0: expected at least 1"):
+    with pytest.raises(ValueError, match="keep=0: expected a whole number from 1 on"):
         zf.save(tmp_path, {"step": 7}, keep=0)
 
 
@@ -271,8 +271,24 @@ def test_killed_between_two_renamings(tmp_path: Path) -> None:
 def test_the_step_is_asked_for_where_there_is_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no entry `step` that is a number"):
         zf.save(tmp_path, {"w": torch.ones(1)})
-    with pytest.raises(ValueError, match="step=-1: expected a number of steps"):
-        zf.save(tmp_path, {"w": torch.ones(1)}, step=-1)
+
+
+def test_numbers_of_steps_are_whole(tmp_path: Path) -> None:
+    """A checkpoint of another step than was asked for would be taken for that one."""
+    state: Any = {"w": torch.ones(1)}
+    bad: Any
+    for bad in (-1, 1.5, True, "2", torch.ones(2), float("nan")):
+        with pytest.raises(ValueError, match=r"step=.*: expected a whole number from 0 on"):
+            zf.save(tmp_path, state, step=bad)
+    zf.save(tmp_path, state, step=torch.tensor(2))  # type: ignore[arg-type]
+    assert names(tmp_path) == ["step-00000002"]
+    for bad in (1.5, "2"):
+        with pytest.raises(ValueError, match=r"step=.*: expected a whole number from 0 on"):
+            zf.restore(tmp_path, state, step=bad)
+    for bad in (0, 1.5, True, "1"):
+        with pytest.raises(ValueError, match=r"keep=.*: expected a whole number from 1 on"):
+            zf.save(tmp_path, state, step=3, keep=bad)
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def test_every_differing_path_is_listed(tmp_path: Path) -> None:

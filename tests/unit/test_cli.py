@@ -112,6 +112,8 @@ def test_ranks_that_share_a_layer_have_the_same_rows() -> None:
         ("--drop 1.5", "--drop 1.5: expected a probability"),
         ("--width 30 --heads 4", "width 30 with 4 heads"),
         ("--data /no/such/file", "--data /no/such/file: no such file or directory"),
+        ("--out /proc/nosuch", "--out /proc/nosuch: no such file or directory"),
+        ("--out /proc/version", "--out /proc/version: a file, and no folder"),
         ("--stage 4", "invalid choice: 4"),
         ("--quantize 3", "invalid choice: 3"),
         ("--quantize 8 --quantize-from 4", "bits only fall"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "natural", "positive", "rate", "there", "wrong_file"]
+__all__ = ["Parser", "made_folder", "natural", "positive", "rate", "there", "wrong_file"]
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,6 +50,26 @@ def there(text: str) -> Path:
     if not (path := Path(text)).exists():
         raise argparse.ArgumentTypeError(f"{text}: no such file or folder")
     return path
+
+
+def made_folder(flag: str, folder: Path) -> None:
+    """Make the folder that results go to, if need be, before there are any.
+
+    Raises:
+        ValueError: it cannot be made, or nothing can be written there.
+
+    >>> made_folder("--out", Path("/proc/nosuch"))
+    Traceback (most recent call last):
+    ValueError: --out /proc/nosuch: no such file or directory
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except FileExistsError:
+        raise ValueError(f"{flag} {folder}: a file, and no folder") from None
+    except OSError as error:
+        raise ValueError(wrong_file(flag, folder, error)) from None
 
 
 def wrong_file(flag: str, path: str | Path, error: OSError) -> str:

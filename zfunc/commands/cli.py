@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import zfunc as zf
-from zfunc.commands.arguments import Parser, natural, positive, rate, wrong_file
+from zfunc.commands.arguments import Parser, made_folder, natural, positive, rate, wrong_file
 from zfunc.commands.calibrate_command import add_calibrate
 from zfunc.commands.convert_command import add_convert
 from zfunc.commands.doctor_command import add_doctor
@@ -274,6 +274,7 @@ def _train_command(command: argparse.ArgumentParser, found: argparse.Namespace) 
             corpus = read_corpus(run.data, context=run.context)
         else:
             corpus = read_tokens(run.folder, run.data, run.context)
+        made_folder("--out", run.out)
     except zf.ZfuncError as error:
         return print_error(error)
     except ValueError as error:

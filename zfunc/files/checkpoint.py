@@ -35,6 +35,7 @@ from zfunc.files.folder import (
     candidates,
     check_file,
     check_room,
+    checked_count,
     clean,
     discard,
     hidden_folder,
@@ -97,7 +98,7 @@ def save(
             that can be written, or ``extra`` nothing that JSON can hold; or the save before
             this one has failed in the background.
         DonatedStateError: the state was given to a later one.
-        ValueError: no step is known, or ``keep`` is less than one.
+        ValueError: no step is known, or ``step`` or ``keep`` is no such number.
 
     >>> import tempfile, torch
     >>> folder = tempfile.mkdtemp()
@@ -106,8 +107,7 @@ def save(
     >>> restore(folder, like={"w": torch.zeros(3), "step": 0})
     {'w': tensor([1., 1., 1.]), 'step': 12}
     """
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep={keep}: expected at least 1, the checkpoint that is being saved")
+    keep = None if keep is None else checked_count("keep", keep, 1)  # one: this checkpoint
     settle()
     world, ranks = current(), group(None, "data")
     stock, number, seen, own = agreed(
@@ -159,24 +159,18 @@ def _offer(state: Any, step: int | None) -> tuple[Inventory, int, Replicas]:
                 f"{name} has dtype {leaf.dtype}, for which safetensors has no name. Save it in "
                 "another dtype (torch.view_as_real for complex128)."
             )
-    number = _step_of(state) if step is None else _checked_step(step)
+    number = _step_of(state) if step is None else checked_count("step", step, 0)
     return stock, number, look_at(stock)
 
 
 def _step_of(state: Any) -> int:
     count = Entries(state).get("step")
     if (isinstance(count, Tensor) and count.numel() == 1) or type(count) is int:
-        return _checked_step(int(count))
+        return checked_count("step", int(count), 0)
     raise ValueError(
         f"the state ({Entries(state)}) has no entry `step` that is a number: name the checkpoint "
         "with zf.save(path, state, step=...)."
     )
-
-
-def _checked_step(step: Any) -> int:
-    if not 0 <= int(step) < 10**18:
-        raise ValueError(f"step={step}: expected a number of steps from 0 on")
-    return int(step)
 
 
 def _same_on_all(ranks: Group, stock: Inventory, step: int, seen: Replicas) -> str:
@@ -244,6 +238,7 @@ def restore(path: PathLike, like: Any, step: int | None = None) -> Any:
         CheckpointError: there is none, the one asked for is damaged or of a newer
             version, or it belongs to another model (all paths that differ are listed).
         DonatedStateError: ``like`` was given to a later state.
+        ValueError: ``step`` is no number of steps.
     """
     settle()
     ranks, root = group(None, "data"), Path(path)

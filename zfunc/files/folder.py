@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zfunc.errors import CheckpointError
 from zfunc.files import chunks
@@ -30,6 +31,7 @@ __all__ = [
     "check_file",
     "check_room",
     "check_whole",
+    "checked_count",
     "clean",
     "discard",
     "drop_old",
@@ -107,12 +109,35 @@ def list_steps(root: Path) -> dict[int, Path]:
     return {step: found[step] for step in sorted(found, key=order.__getitem__, reverse=True)}
 
 
+def checked_count(name: str, value: Any, least: int) -> int:
+    """A whole number that a user gave: a number of any type, or a tensor of one element.
+
+    Raises:
+        ValueError: it is none, or smaller than ``least``.
+
+    >>> checked_count("step", 2.0, 0)
+    2
+    >>> checked_count("step", 1.5, 0)
+    Traceback (most recent call last):
+    ValueError: step=1.5: expected a whole number from 0 on
+    """
+    number = -1
+    with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+        if not isinstance(value, bool | str) and int(value) == value:
+            number = int(value)
+    if not least <= number < 10**18:
+        raise ValueError(f"{name}={value!r}: expected a whole number from {least} on")
+    return number
+
+
 def candidates(root: Path, step: int | None) -> list[tuple[int, Path]]:
     """The checkpoint of a step, or all of them, the last saved first.
 
     Raises:
         CheckpointError: there is none, or none of that step.
+        ValueError: ``step`` is no number of steps.
     """
+    step = None if step is None else checked_count("step", step, 0)
     steps = list_steps(root)
     if not steps:
         raise CheckpointError(f"{root} holds no checkpoint (no folder named step-00000012).")

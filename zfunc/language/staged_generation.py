@@ -194,11 +194,12 @@ class StagedTexts:
         self.stage.turn_to(plans, answers)
         for _, i, k in self.stage.actions[self.stage.me]:
             group = groups[i]
-            if tokens[i] is None:
-                tokens[i] = self._arrive(group, before[id(group)])
-            logits = self.stage.computed(i, k, group.cache, tokens[i])
-            if k == self.stage.last and n is not None:
-                self.stage.tell(i, self._chosen(group, logits, n))
+            with self.stage.telling(("F", i, k)):
+                if tokens[i] is None:
+                    tokens[i] = self._arrive(group, before[id(group)])
+                logits = self.stage.computed(i, k, group.cache, tokens[i])
+                if k == self.stage.last and n is not None:
+                    self.stage.tell(i, self._chosen(group, logits, n))
         for group in self.running:
             if all(group is not other for other in groups):
                 self._arrive(group, before[id(group)])
