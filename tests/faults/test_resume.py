@@ -104,6 +104,23 @@ def test_a_new_run_does_not_mistake_an_old_ones_checkpoints_for_its_own(
     assert [c.step for c in zf.checkpoints(tmp_path / "out" / "checkpoints.old")] == [12, 8]
 
 
+def test_what_a_new_run_sets_aside_stays_until_it_has_a_checkpoint(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody forgot ``--resume``, stopped at once, and tries again in other ways."""
+    out = tmp_path / "out"
+    run = words(text, out, "--ranks", 1, "--steps", 6)
+    assert cli.main(run) == 0
+    first = (out / "metrics.jsonl").read_text()
+    assert cli.main([*run, "--lr", "1e30"]) == 1  # ends before it saves anything
+    assert "steps aside" in capsys.readouterr().err
+    assert (out / "checkpoints.old" / "metrics.jsonl").read_text() == first
+    assert cli.main([*run, "--lr", "1e30", "--resume"]) == 1
+    assert "checkpoints.old has those of the run before" in capsys.readouterr().out
+    assert cli.main([*run, "--lr", "1e30"]) == 1
+    assert [c.step for c in zf.checkpoints(out / "checkpoints.old")] == [6, 4]
+
+
 def wait_for(path: Path, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not path.exists():

@@ -28,6 +28,7 @@ from zfunc.commands.report import draw_curve, print_error, read_rows
 from zfunc.commands.subjects import read_tokens
 from zfunc.commands.text_models import DTYPES, LOW_BIT
 from zfunc.commands.training import Run, train_rank
+from zfunc.files.folder import list_steps
 from zfunc.files.locking import hold
 from zfunc.language.corpus import SOURCES, Corpus, entropies, read_corpus
 from zfunc.language.gpt import GPTConfig
@@ -296,7 +297,7 @@ def train(run: Run, corpus: Corpus) -> int:
     console, first = Console(highlight=False, stderr=True), os.environ.get("RANK", "0") == "0"
     try:
         if first and not run.resume:
-            _make_way(run)
+            _make_way(run, console)
         _start(run)
     except KeyboardInterrupt:
         console.show_cursor(True)  # the rank that drew the bar may not have had the time
@@ -319,19 +320,27 @@ def _start(run: Run) -> None:
     train_rank(run)
 
 
-def _make_way(run: Run) -> None:
+def _make_way(run: Run, console: Console) -> None:
     """Before a run that begins afresh: rows of an earlier one go, its checkpoints step aside.
+
+    Those that have stepped aside before stay until the run behind them has one of its own.
 
     Raises:
         CheckpointError: the earlier run is still there.
     """
+    results = [path for name in ("metrics.jsonl", LOW_BIT) if (path := run.out / name).exists()]
     if run.checkpoints.exists():
         hold(run.checkpoints)
-        aside = run.checkpoints.with_name("checkpoints.old")
-        shutil.rmtree(aside, ignore_errors=True)
-        run.checkpoints.rename(aside)
-    for name in ("metrics.jsonl", LOW_BIT):
-        (run.out / name).unlink(missing_ok=True)
+        if list_steps(run.checkpoints):
+            shutil.rmtree(run.set_aside, ignore_errors=True)
+            run.checkpoints.rename(run.set_aside)
+            for path in results:
+                path.rename(run.set_aside / path.name)
+            told = f"without --resume: the run before this one steps aside, to {run.set_aside}"
+            console.print(escape(told), soft_wrap=True)
+            return
+    for path in results:
+        path.unlink()
 
 
 def write_curve(run: Run, corpus: Corpus, console: Console) -> None:

@@ -79,6 +79,11 @@ class Run:
         return self.out / "checkpoints"
 
     @property
+    def set_aside(self) -> Path:
+        """The folder of those of the run before, which this one did not resume."""
+        return self.out / "checkpoints.old"
+
+    @property
     def mesh(self) -> Mesh:
         """The ranks: those that share each layer, stages, and data over the rest."""
         return zf.mesh(tensor=self.tensor, pipe=self.pipe)
@@ -280,6 +285,9 @@ def _announce(console: Console, run: Run, subject: Subject, state: Any) -> None:
         f"{escape(corpus.name)}: {len(corpus.train):,} {subject.unit}s to train on, "
         f"{len(corpus.heldout):,} held out"
     )
+    if run.resume and not int(state.step) and run.set_aside.exists():
+        told = f"{run.checkpoints} has none to resume from; {run.set_aside} has those of the run "
+        console.print(escape(f"{told}before. To go on with them, rename it."), soft_wrap=True)
 
 
 def _shared(run: Run) -> str:
