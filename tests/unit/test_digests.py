@@ -71,6 +71,14 @@ def test_one_of_many_is_what_it_is_alone(weighed: bool) -> None:
     assert of(xs, weighed) == [of([x], weighed)[0] for x in xs]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (), (2, 3)])
+def test_memory_of_any_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = torch.zeros(shape, dtype=dtype)
+    found = digests.as_bytes(x)
+    assert found.nbytes == len(found) == x.nbytes and found.format == "B" and not any(found)
+
+
 @pytest.mark.parametrize("n", [3, 5000])
 def test_one_digest_of_many_sees_each_bit_and_its_place(n: int) -> None:
     xs = [torch.randn(n), torch.randn(n).bfloat16(), torch.randn(n), torch.tensor(1)]

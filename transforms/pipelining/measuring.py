@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zfunc.layout.cutting import make_layout
 from zfunc.rehearsal.first_loss import first_asked
+from zfunc.rehearsal.failures import located
 from zfunc.rehearsal.plans import Rehearsed
 from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.trees.nodes import NAMESPACE, leaves_in, opened
@@ -57,8 +58,13 @@ def measured(fn: Callable[..., Any], state: Any, example: Any) -> Measured:
     )
     device = torch.get_default_device() if device.type == "meta" else device
     given = asked.loss_fn, make_layout(params), asked.args, asked.kwargs
-    with torch.enable_grad():
-        plan = rehearse(*given, device=device, about="the example")
+    try:
+        with torch.enable_grad():
+            plan = rehearse(*given, device=device, about="the example")
+    except Exception as error:
+        if (found := located(error, "pipeline(example=...), a batch of the step")) is error:
+            raise
+        raise found from error
     structure = optree.tree_structure(params, none_is_leaf=True, namespace=NAMESPACE)
     return Measured(structure, *_by_layer(plan))
 

@@ -67,8 +67,8 @@ def generate(
         ``[b, t + n]`` int64: the prompts as given, and what follows.
 
     Raises:
-        ValueError: no room in the model's positions, ids outside its vocabulary, empty
-            prompts, or settings that mean nothing.
+        ValueError: no room in the model's positions, ids that are no tensor or outside its
+            vocabulary, empty prompts, or settings that mean nothing.
         PlacementError: ``functional`` is no causal language model; with ``capture=True``, its step
             cannot be captured.
 
@@ -80,6 +80,7 @@ def generate(
             [2, 3, 0, 1]])
     """
     check_sampling(temperature, top_k, top_p, key)
+    _check_tensors(ids, attention_mask)
     alone = ids.ndim == 1
     if alone:
         ids, attention_mask = ids[None], None if attention_mask is None else attention_mask[None]
@@ -180,6 +181,16 @@ def _aligned(ids: Tensor, mask: Tensor | None, count: int) -> tuple[Tensor, Tens
     order = real.to(torch.int8).argsort(dim=1, stable=True)[:, -width:]
     ones = real.new_ones(len(ids), count)
     return ids.gather(1, order), torch.cat([real.gather(1, order), ones], dim=1)
+
+
+def _check_tensors(ids: Any, mask: Any) -> None:
+    for name, x in (("ids", ids), ("attention_mask", mask)):
+        if not isinstance(x, Tensor) and not (x is mask is None):
+            raise ValueError(
+                f"{name}: a {type(x).__name__}; expected a tensor [b, t]. A tokenizer gives both: "
+                'texts = tokenizer(..., padding=True, return_tensors="pt"), texts.input_ids and '
+                "texts.attention_mask."
+            )
 
 
 def _check(decoder: Decoder, ids: Tensor, mask: Tensor | None, count: int) -> None:

@@ -493,7 +493,11 @@ def _found(func: Any, args: Any, kwargs: dict[str, Any], given: Arguments) -> Ou
     except (RuntimeError, NotImplementedError) as error:
         if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
             raise
-        raise refusal(func, str(error).splitlines()[0]) from error
+        why = str(error).splitlines()[0]
+        if "Meta tensors" in why or "'Meta' backend" in why:  # of bincount, say
+            why = "torch cannot tell without numbers what shape it gives. Do that inside a layer, "
+            why += "or behind the step, or write it in other functions"
+        raise refusal(func, why) from error
 
 
 def _write(run: GhostRun | None, func: Any, tensors: Sequence[Tensor], found: Outcome) -> None:
