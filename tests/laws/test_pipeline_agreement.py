@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 import zfunc as zf
+from tests.laws.cases import assert_same
 from tests.laws.pipelines import TX, rows, stack, stack_loss
 from zfunc.errors import PlacementError
 
 How = Mapping[str, Any]
+Draw = Callable[[Any, Any], Any]
 
 
 def _swapped(ranks: int, n: int) -> zf.Schedule:
@@ -137,3 +139,59 @@ def test_a_state_of_another_partition_runs_where_it_lies() -> None:
     for after in ({"partition": [0, 2, 6]}, {"schedule": "zb"}):
         losses = zf.simulate(2)(body)({}, after)
         assert losses == zf.simulate(2)(body)({}, {})
+
+
+def _noisy(draw: Draw, evaluated: bool = False) -> Draw:
+    """A step that draws noise outside of its loss."""
+
+    def noised(params: Any, batch: Any, noise: Any) -> Any:
+        return stack_loss(params, {**batch, "x": batch["x"] + noise})
+
+    def step(state: Any, batch: Any) -> Any:
+        noise = draw(state, batch["x"])
+        if evaluated:
+            return state, zf.evaluate(noised)(state.params, batch, noise)
+        loss, grads = zf.value_and_grad(noised)(state.params, batch, noise)
+        updates, opt_state = TX.update(grads, state.opt_state, state.params)
+        params = zf.optim.apply_updates(state.params, updates)
+        return state.replace(params=params, opt_state=opt_state, step=state.step + 1), loss
+
+    return step
+
+
+def _keyed(state: Any, x: Any) -> Any:
+    return zf.random.normal(zf.random.fold_in(state.key, state.step), x.shape).double()
+
+
+def _own(state: Any, x: Any) -> Any:
+    return _keyed(state, x) + zf.rank()
+
+
+def _own_later(state: Any, x: Any) -> Any:
+    return _keyed(state, x) + zf.rank() * (state.step > 0)
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_what_a_step_draws_is_alike_on_all_stages(evaluated: bool) -> None:
+    with pytest.raises(PlacementError, match="the step gave a loss other arguments on some"):
+        zf.simulate(2)(_run_noisy)(_own, evaluated)
+
+
+def test_what_differs_later_is_known_in_the_next_step() -> None:
+    assert _all_told(2, lambda: _run_noisy(_own_later)).count("in the call before") == 1
+
+
+def test_noise_of_a_shared_key_is_that_of_one_process() -> None:
+    mine, other = zf.simulate(2)(_run_noisy)(_keyed)
+    assert_same(mine, other)
+    assert_same(mine, _run_noisy(_keyed, alone=True))
+
+
+def _run_noisy(draw: Draw, evaluated: bool = False, alone: bool = False) -> Any:
+    step: Any = _noisy(draw, evaluated)
+    step = zf.accumulate(step, 4) if alone else zf.pipeline(step, 4, pipe=2)
+    state, losses = step.place(_state()), []
+    for i in range(3):
+        state, loss = step(state, rows(i))
+        losses.append(loss)
+    return losses, step.unplace(state)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from zfunc.layout.cutting import make_layout
-from zfunc.rehearsal.first_loss import first_asked
 from zfunc.rehearsal.failures import located
+from zfunc.rehearsal.first_loss import first_asked
 from zfunc.rehearsal.plans import Rehearsed
 from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.trees.nodes import NAMESPACE, leaves_in, opened

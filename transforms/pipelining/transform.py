@@ -26,6 +26,7 @@ from torch import Tensor
 from zfunc.engine.context import PLACING, Context, current
 from zfunc.engine.hooks import Gradients, LayerInfo, Order, Pending
 from zfunc.engine.meshed import Meshed
+from zfunc.engine.same_rows import same_arguments
 from zfunc.engine.step import Differentiate, Transform, transform_of
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.errors import CompositionError, PlacementError
@@ -282,6 +283,7 @@ class Pipeline(Meshed):
                     "zf.value_and_grad was called within a loss under pipeline, of which no stage "
                     "has all. Within a layer torch.func.grad, or torch.autograd.grad, does it."
                 )
+            same_arguments((asked.args, asked.kwargs))
             return pipelined(running, asked, self.plan, self.group, own)
 
         return run
@@ -297,6 +299,7 @@ class Pipeline(Meshed):
             if self.group.size == 1 or not can_be_staged(params, (args, kwargs)):
                 return call(fn, params, args, kwargs)
             where, n = (self.plan.rank_of, self.group), self.microbatches
+            same_arguments((args, kwargs))
             if self.of_params:
                 return predicted(running, fn, params, (args, kwargs), *where, n)
             return evaluated(running, fn, params, (args, kwargs), *where)

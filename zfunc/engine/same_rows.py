@@ -10,6 +10,9 @@ The first call after a state was placed, and each with tensors of other shapes, 
 answer. The others go on, and raise when their metrics are there; on a GPU, for which no host waits,
 in a later call.
 
+What a loss is given beside them has to be the same, too: noise that the step has drawn, say. That
+is looked at in the first call, and from then on in the call behind.
+
 Of the same rows such ranks make the same loss. A transform may note it, and the next call compares
 it with the rows: roughly, since a device may add in another order each time. A penalty that takes a
 split leaf for a whole one is seen there, though it counts from the thousandth step on.
@@ -37,12 +40,12 @@ from zfunc.ranks.world import current, on_renewal
 from zfunc.trees.kinds import FORESEEN
 from zfunc.trees.tree import dotted
 
-__all__ = ["look_anew", "note_loss", "with_same_rows"]
+__all__ = ["look_anew", "note_loss", "same_arguments", "with_same_rows"]
 
 LABEL = "rows of step.local_batch"
 _ODD = 0x9E3779B97F4A7C15  # of SplitMix64: digests that change places change their sum
 _MASK = (1 << 64) - 1
-ROWS, LOSSES = 1, 2  # what differs
+ROWS, LOSSES, ARGUMENTS = 1, 2, 4  # what differs
 # Losses are compared as whole numbers: these are ten apart for .1 %, or near zero for 1e-5.
 _SMALL, _FINE, _APART = 1e-2, 1e4, 10
 Call = Callable[[Any, Any, Any], Any]
@@ -99,6 +102,18 @@ def note_loss(on: Mesh | None, loss: Tensor) -> None:
         watch.loss = loss
 
 
+def same_arguments(given: Any) -> None:
+    """What a step gives a loss: ranks that share rows give it the same.
+
+    Raises:
+        PlacementError: they do not; on all ranks.
+    """
+    for watches in [] if FORESEEN.get() else current().memo.get("same rows", {}).values():
+        for watch in watches.values():
+            if watch.busy:
+                watch.given(given)
+
+
 @on_renewal.append
 def _forget() -> None:
     """What was under way will not come."""
@@ -113,6 +128,8 @@ class _Watch:
         mesh: with all its sizes.
         averaged: its axes along which ranks may have other rows.
         known: what arguments are made of, of those that were waited for.
+        own: the ids of the arguments of the call that is running.
+        told: a digest of what losses were given beside them since the last call was looked at.
         loss: of the last call, 0-d, if that was noted.
         bad: what differed in some call that was not looked at, 0-d on a device.
         asked: the same as it was known to the device some calls ago, on its way to the host.
@@ -122,6 +139,8 @@ class _Watch:
     mesh: Mesh
     averaged: tuple[str, ...]
     known: set[str] = field(default_factory=set)
+    own: frozenset[int] = frozenset()
+    told: Any = 0
     loss: Tensor | None = None
     bad: Tensor | None = None
     asked: Reading | None = None
@@ -141,13 +160,15 @@ class _Watch:
     def over(self, args: Any, kwargs: Any, beside: str) -> Iterator[None]:
         """Around one call with these arguments."""
         self._raise_if_known()
-        kinds, digest = _digest((args, kwargs), beside)
-        sums = group(self.mesh, self.mesh.names).all_reduce(self._row(digest), label=LABEL)
+        leaves = [*leaves_of((args, kwargs))]
+        kinds, digest = _digest(leaves, beside)
+        rows, self.told = digest + self.told, 0
+        sums = self._summed(rows, self._whole_number(rows))
         if kinds not in self.known:
             if found := int(self._differ(sums)):
                 raise self._error(found)
             self.known.add(kinds)
-        self.busy = True
+        self.busy, self.own = True, frozenset(id(x) for _, x in leaves)
         try:
             yield
         except DesyncError as error:  # of ranks that compute on other rows, or have raised for that
@@ -156,15 +177,28 @@ class _Watch:
                     raise self._error(found) from error
             raise
         finally:
-            self.busy = False
+            self.busy, self.own = False, frozenset()
         self._note(self._differ(sums))
 
-    def _row(self, digest: Tensor) -> Tensor:
-        """``[4 * parts]`` int64: four numbers of this rank's part, and zeros."""
-        own = torch.stack([digest, self._whole_number(digest)])
+    def given(self, given: Any) -> None:
+        """A loss is given this."""
+        rest = [(path, x) for path, x in leaves_of(given) if id(x) not in self.own]
+        if not rest:
+            return
+        kinds, digest = _digest(rest, "a loss")
+        if kinds in self.known:
+            self.told = digest + self.told * _signed(_ODD)
+        elif int(self._differ(self._summed(digest, torch.zeros_like(digest)))):
+            raise self._error(ARGUMENTS)
+        else:
+            self.known.add(kinds)
+
+    def _summed(self, digest: Tensor, loss: Tensor) -> Handle[Tensor]:
+        """``[4 * parts]`` int64: four numbers of each part."""
+        own = torch.stack([digest, loss])
         row = torch.zeros(self.parts, 2, 2, dtype=torch.int64, device=digest.device)
         row[self._part()] = torch.stack([own, own * own], 1)
-        return row.flatten()
+        return group(self.mesh, self.mesh.names).all_reduce(row.flatten(), label=LABEL)
 
     def _whole_number(self, like: Tensor) -> Tensor:
         """The last loss as one, where there is one on the device of the rows."""
@@ -207,12 +241,18 @@ class _Watch:
     def _error(self, found: int) -> PlacementError:
         names = [x for x, size in self.mesh.axes if size > 1 and x not in self.averaged]
         ranks = f"ranks along {' and '.join(map(repr, names))} of {self.mesh} work together on the "
+        if found & ARGUMENTS:
+            return PlacementError(
+                f"{ranks}same rows of a batch, but the step gave a loss other arguments on some. "
+                "Draw what is random by a key that they share: noise = zf.random.normal(zf.random."
+                "fold_in(state.key, state.step), x.shape)."
+            )
         if found & ROWS:
             return PlacementError(
                 f"{ranks}same rows of a batch, but some were given other arguments for the step, "
-                "or of pipeline. Give them all step.local_batch(global_batch), which cuts over "
-                "data and replica alone, draw what is random by a key that they share, and wrap "
-                "the step alike."
+                "or of pipeline, or for a loss in the call before. Give them all "
+                "step.local_batch(global_batch), which cuts over data and replica alone, draw what "
+                "is random by a key that they share, and wrap the step alike."
             )
         return PlacementError(
             f"{ranks}same rows of a batch, and the call before this one gave them other losses: "
@@ -222,12 +262,12 @@ class _Watch:
         )
 
 
-def _digest(given: Any, beside: str) -> tuple[str, Tensor]:
-    """What the leaves of a tree are made of, and one digest of their values, 0-d int64."""
+def _digest(leaves: Sequence[tuple[Any, Any]], beside: str) -> tuple[str, Tensor]:
+    """What leaves, each behind its path, are made of; one digest of their values, 0-d int64."""
     kinds = [beside] if beside else []
     found: list[Tensor] = []
     whole = xxhash.xxh3_64()
-    for path, x in leaves_of(given):
+    for path, x in leaves:
         if isinstance(x, Tensor):
             kinds.append(f"{dotted(*path)} {x.dtype} {list(x.shape)}")
             if x.device.type == "cpu":

@@ -41,7 +41,7 @@ class TrainState:
         params: pytree of floating-point tensors.
         opt_state: what the optimizer keeps.
         step: 0-d int64 tensor, the number of steps taken.
-        key: random key (:mod:`zfunc.random`); with ``step`` it decides all randomness.
+        key: random key (:mod:`zfunc.random`); with ``step`` it decides what losses draw.
         buffers: what the model keeps besides parameters (BatchNorm statistics), or None.
         aux: what transforms and users carry along.
         frozen: static; dotted paths of the parameters that have no gradient.
