@@ -535,6 +535,14 @@ def test_what_makes_no_sense_is_refused() -> None:
     assert "stage 1 of a pipeline was given other texts" in raised(
         lambda: zf.generate(model, step.place(params), ids() + zf.rank(), max_new_tokens=2)
     )
+    for way in ("key", "temperature"):
+        drawn = {"key": 0, "temperature": 1.0}
+
+        def texts(way: str = way, drawn: dict[str, Any] = drawn) -> Tensor:
+            own = {**drawn, way: drawn[way] + zf.rank()}
+            return zf.generate(model, step.place(params), ids(), max_new_tokens=2, **own)
+
+        assert "stage 1 of a pipeline was given other texts" in raised(texts)
     assert "rows" in raised(lambda: step(step.place(params), ids() + zf.rank()))
     assert "layers" in raised(
         lambda: zf.pipeline(apply, 2, pipe=2, schedule="interleaved", chunks=4).place(params)
@@ -588,3 +596,40 @@ def test_an_error_in_a_layer_says_where_on_every_stage() -> None:
     place = "stage 1 of the pipeline (rank 1), forward of microbatch 0, layer blocks.3 (call 3)"
     assert isinstance(told, zf.DesyncError) and f"rank 1 has stopped: {place}" in str(told)
     assert type(raised) is RuntimeError and str(raised) == f"{place}: too long"
+
+
+@pytest.mark.parametrize("name", ["llama", "uncached"])
+def test_in_inference_mode(name: str) -> None:
+    model, apply, params = MODELS[name]()
+
+    def rank() -> Any:
+        predict = zf.pipeline(apply, 2, pipe=2)
+        placed = predict.place(params)
+        with torch.inference_mode():
+            given = ids().clone()
+            return predict(placed, given), zf.generate(model, placed, given, max_new_tokens=3)
+
+    want, texts = apply(params, ids()), zf.generate(model, params, ids(), max_new_tokens=3)
+    for out, continued in zf.simulate(2)(rank)():
+        assert torch.equal(continued, texts)
+        torch.testing.assert_close(*map(_logits, (out, want)), rtol=1e-12, atol=1e-12)
+
+
+def _logits(out: Any) -> Tensor:
+    found: Tensor = out if isinstance(out, Tensor) else out.logits
+    return found
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_an_output_keeps_the_order_of_its_parts(labelled: bool) -> None:
+    """``out[1]`` is what it is on one process, though the cache stays with its stage."""
+    _model, apply, params = MODELS["llama"]()
+    given = {"input_ids": ids(4), "output_hidden_states": True}
+    given |= {"labels": ids(4)} if labelled else {}
+
+    def rank() -> Any:
+        predict = zf.pipeline(apply, 2, pipe=2)
+        return predict(predict.place(params), **given)
+
+    want = [*apply(params, **given)]
+    assert [[*out] for out in zf.simulate(2)(rank)()] == [want, want]

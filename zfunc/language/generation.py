@@ -120,7 +120,8 @@ def generate(
     if not max_new_tokens:
         out = ids.clone()
     elif capture is not True and stages_of(params) and comes_apart(decoder):
-        how: Any = (choose, max_new_tokens, ends)
+        drawn = temperature, top_k, top_p, None if keys is None else [int(k) for k in keys]
+        how: Any = (choose, max_new_tokens, ends, drawn)
         out = collected(staged_columns(decoder, params, parts, mask, *how))
     else:
         out = evaluate(run)(params)

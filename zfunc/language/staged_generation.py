@@ -82,6 +82,7 @@ def staged_columns(
     choose: Choose,
     count: int,
     ends: Tensor,
+    drawn: Any,
 ) -> Iterator[Tensor]:
     """What follows texts, ``[b, 1]`` at a time: the same on all ranks; a collective.
 
@@ -93,12 +94,14 @@ def staged_columns(
         choose: what the last stage does with logits.
         count: how many tokens at most.
         ends: tokens that end a text; once all texts have ended nothing follows.
+        drawn: how ``choose`` draws, for a comparison.
 
     Raises:
-        PlacementError: stages were given other texts, on all ranks.
+        PlacementError: stages were given other texts, or draw in other ways; on all ranks.
     """
     with repeated(decoder.write, params) as stage:
-        _check_alike(stage.ranks, [*parts, ends, *([] if mask is None else [mask])], count)
+        given = [*parts, ends, *([] if mask is None else [mask])]
+        _check_alike(stage.ranks, given, (count, drawn))
         texts = StagedTexts(decoder, stage, choose, ends)
         texts.start(parts, mask, count)
         texts.take_in(parts)
@@ -113,13 +116,14 @@ def staged_columns(
                 return
 
 
-def _check_alike(ranks: Group, given: Sequence[Tensor], count: int) -> None:
+def _check_alike(ranks: Group, given: Sequence[Tensor], how: Any) -> None:
     told = [(tuple(x.shape), found) for x, found in zip(given, digests(given), strict=True)]
-    every = ranks.exchange((told, count), label="texts")
+    every = ranks.exchange((told, how), label="texts")
     if other := next((rank for rank, theirs in enumerate(every) if theirs != every[0]), 0):
         raise PlacementError(
-            f"stage {other} of a pipeline was given other texts, masks, numbers of tokens or stops "
-            "than stage 0: stages continue the same texts. Give all of them the same ones."
+            f"stage {other} of a pipeline was given other texts, masks, numbers of tokens, stops "
+            "or ways to draw (key, temperature, top_k, top_p) than stage 0: stages continue the "
+            "same texts. Give all of them the same ones."
         )
 
 

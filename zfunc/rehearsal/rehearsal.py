@@ -188,12 +188,15 @@ class _Rehearsal:
     # --- the whole of it ---
 
     def run(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Rehearsed:
+        if torch.is_inference_mode_enabled():  # there nobody counts what is written to
+            with torch.inference_mode(False), torch.no_grad():
+                return self.run(fn, args, kwargs)
         running = context.current() or Context()
         every = range(len(self.layout.slots))
         leaves = ghost_leaves(self.layout, self.device, running.compute, every)
         tree = outer_tree(self.layout, self._refs(leaves), leaves)
         given, copies = _copied((args, kwargs))
-        for x in copies:
+        for x, _ in copies:
             self.own.own(x)
         tokens = context.push(_beside(running)), RUN.set(self), CALLED.set(self.copies)
         try:
@@ -271,8 +274,8 @@ class _Rehearsal:
                 self._use(x, "the result of the loss")
         return rebuild([_spec(x) if isinstance(x, Tensor) else x for x in leaves])
 
-    def _check(self, copies: Sequence[Tensor]) -> None:
-        if any(x._version for x in copies):
+    def _check(self, copies: Sequence[tuple[Tensor, int]]) -> None:
+        if any(x._version != was for x, was in copies):
             raise CompositionError(
                 "the loss writes to its batch in place, and would do so once for each stage of a "
                 "pipeline. Let it write to a copy: x.clone()."
@@ -696,8 +699,8 @@ def _spec(x: Tensor) -> Spec:
     return Spec(tuple(x.shape), x.dtype, x.device, x.requires_grad, x.stride())
 
 
-def _copied(tree: Any) -> tuple[Any, list[Tensor]]:
-    """Arguments that may be written to, and the copies that are among them."""
+def _copied(tree: Any) -> tuple[Any, list[tuple[Tensor, int]]]:
+    """Arguments that may be written to, and the copies that are among them with their versions."""
     copies: dict[int, Tensor] = {}
 
     def copy(x: Any) -> Any:
@@ -706,7 +709,7 @@ def _copied(tree: Any) -> tuple[Any, list[Tensor]]:
         return copies.setdefault(id(x), x.clone())
 
     leaves, rebuild = flattened(tree)
-    return rebuild([copy(x) for x in leaves]), list(copies.values())
+    return rebuild([copy(x) for x in leaves]), [(x, x._version) for x in copies.values()]
 
 
 def _beside(running: Context) -> Context:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -181,6 +181,8 @@ def _with(record: Any, values: Mapping[Any, Any]) -> Any:
     for key, value in values.items():
         if isinstance(made, Mapping):
             made[key] = value  # type: ignore[index]
+            if isinstance(made, OrderedDict):  # a ModelOutput's copy has lost what was None
+                made.move_to_end(key)
         else:
             object.__setattr__(made, key, value)
     return made
