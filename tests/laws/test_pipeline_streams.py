@@ -81,7 +81,7 @@ def halved(net: Net, x: Tensor, first: Tensor) -> Tensor:
 
 
 def centred(net: Net, x: Tensor, first: Tensor) -> Tensor:
-    return x - x.mean(1, keepdim=True)
+    return x - 0.5 * x.mean(1, keepdim=True)
 
 
 def joined(net: Net, x: Tensor, first: Tensor) -> Tensor:
@@ -92,9 +92,17 @@ def cast(net: Net, x: Tensor, first: Tensor) -> Tensor:
     return x.float().double()
 
 
+def last(net: Net, x: Tensor, first: Tensor) -> Tensor:
+    return x[:, -1:] + 0 * x
+
+
+def mean(net: Net, x: Tensor, first: Tensor) -> Tensor:
+    return x.mean(1, keepdim=True) + 0 * x
+
+
 BEFORE = same, placed, written, scaled, normed
 BETWEEN = same, scaled, joined, halved, centred, cast
-BEHIND = same, joined, scaled
+BEHIND = same, joined, scaled, last, mean
 
 
 def batches() -> list[Tensor]:
@@ -102,7 +110,9 @@ def batches() -> list[Tensor]:
     return [torch.randint(WORDS, (8, n), generator=generator) for n in (6, 7)]
 
 
-def run(model: Any, params: Any, loss: Any, mesh: zf.Mesh | None, scored: bool) -> Any:
+def run(
+    model: Any, params: Any, loss: Any, mesh: zf.Mesh | None, schedule: str, scored: bool
+) -> Any:
     """Metrics of a step for each batch, and the full parameters behind them."""
 
     def train_step(state: Any, batch: Tensor) -> Any:
@@ -115,7 +125,8 @@ def run(model: Any, params: Any, loss: Any, mesh: zf.Mesh | None, scored: bool) 
     if mesh is None:
         step: Any = zf.accumulate(train_step, 4)
     else:
-        step = zf.pipeline(zf.split(train_step, model, sequence=True), 4, mesh=mesh)
+        split = zf.split(train_step, model, sequence=True)
+        step = zf.pipeline(split, 4, schedule=schedule, mesh=mesh)
     state, metrics = step.place(zf.TrainState.create(params, TX)), []
     for batch in batches():
         state, out = step(state, batch)
@@ -123,7 +134,9 @@ def run(model: Any, params: Any, loss: Any, mesh: zf.Mesh | None, scored: bool) 
     return metrics, step.unplace(state).params
 
 
-def both(how: tuple[Between, Between, Between], pipe: int, scored: bool) -> None:
+def both(
+    how: tuple[Between, Between, Between], pipe: int, schedule: str = "1f1b", scored: bool = False
+) -> None:
     torch.manual_seed(0)
     model = zf.functionalize(Net(*how).double())
     params = model.params
@@ -131,19 +144,23 @@ def both(how: tuple[Between, Between, Between], pipe: int, scored: bool) -> None
     def loss(params: Any, ids: Tensor) -> Tensor:
         return F.cross_entropy(model.apply(params, ids).flatten(0, 1), ids.flatten())
 
-    wanted = run(model, params, loss, None, scored)
-    mesh = zf.mesh(tensor=2, pipe=pipe, data=1)
-    for mine in zf.simulate(2 * pipe)(lambda: run(model, params, loss, mesh, scored))():
+    given = model, params, loss
+    wanted, mesh = run(*given, None, "", scored), zf.mesh(tensor=2, pipe=pipe, data=1)
+    for mine in zf.simulate(2 * pipe)(lambda: run(*given, mesh, schedule, scored))():
         assert_near(mine, wanted, 1e-9)
 
 
 @pytest.mark.parametrize(
-    ("before", "between", "behind", "pipe"), each(BEFORE, BETWEEN, BEHIND, (2, 1, 4))
+    ("before", "between", "behind", "pipe", "schedule"),
+    [
+        *((*row, "1f1b") for row in each(BEFORE, BETWEEN, BEHIND, (2, 1, 4))),
+        *((same, x, y, 2, "zbv") for x, y in each(BETWEEN, BEHIND)),
+    ],
 )
 def test_what_is_computed_around_layers(
-    before: Between, between: Between, behind: Between, pipe: int
+    before: Between, between: Between, behind: Between, pipe: int, schedule: str
 ) -> None:
-    both((before, between, behind), pipe, scored=False)
+    both((before, between, behind), pipe, schedule)
 
 
 @pytest.mark.parametrize("pipe", [1, 2])

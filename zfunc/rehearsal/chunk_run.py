@@ -346,8 +346,8 @@ class ChunkRun:
         return self._fail(
             f"stage {self.chunk} of a pipeline: {what}, unlike in the rehearsal of this batch's "
             "shapes. Which layers run, and on what, may depend on shapes and on what no rank "
-            "computes, and on nothing else: decide inside of a layer, or for all microbatches."
-            + more
+            "computes, and on nothing else: decide inside of a layer, or for all microbatches. "
+            "What changes between steps belongs in the batch: a bool is rehearsed anew." + more
         )
 
     # --- layers ---

@@ -494,9 +494,9 @@ def _found(func: Any, args: Any, kwargs: dict[str, Any], given: Arguments) -> Ou
         if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
             raise
         why = str(error).splitlines()[0]
-        if "Meta tensors" in why or "'Meta' backend" in why:  # of bincount, say
+        if any(part in why for part in ("Meta tensors", "'Meta' backend", "register_meta")):
             why = "torch cannot tell without numbers what shape it gives. Do that inside a layer, "
-            why += "or behind the step, or write it in other functions"
+            why += "or behind the step, or write it in other functions (torch.where, say)"
         raise refusal(func, why) from error
 
 

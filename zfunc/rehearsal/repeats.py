@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.rehearsal.ghosts import Ghost
-
 __all__ = ["Repeats", "frozen"]
 
 _MANY = 1000  # of what is longer the length is compared
@@ -101,8 +99,8 @@ def frozen(x: Any, seen: frozenset[int] = frozenset()) -> Any:
 
 
 def _of_tensor(x: Tensor) -> Any:
-    if type(x) is Ghost or x.is_meta:
-        return Tensor
+    if x.is_meta or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return Tensor  # a ghost, or what may hold some
     with torch._C.DisableTorchFunction(), torch.no_grad():
         here = x.device.type == "cpu" and x.layout is torch.strided and x.numel() <= _LARGE
         alone = here and torch._C._functorch.maybe_current_level() is None
