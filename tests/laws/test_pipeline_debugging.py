@@ -126,6 +126,44 @@ def test_errors_keep_their_type(error: Exception) -> None:
     assert "layer 3" in str(found) or found.__notes__ == ["in layer 3"]
 
 
+class Text(nn.Module):
+    """A language model whose last layer fails on numbers, behind some tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(13, 8), nn.Linear(8, 13)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.blocks[3].register_forward_pre_hook(self._fail)
+
+    def _fail(self, _part: nn.Module, given: Any) -> None:
+        if given[0].shape[1] > 7 and type(given[0]) is Tensor:
+            raise RuntimeError("too long")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.blocks:
+            x = x + layer(x).tanh()
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def test_an_error_in_a_layer_that_generates_says_where_on_every_rank() -> None:
+    torch.manual_seed(0)
+    model = zf.functionalize(Text(), train=False)
+    params, ids = model.params, torch.arange(12).reshape(2, 6)
+
+    def rank() -> Exception:
+        placed = zf.pipeline(model.apply, 2, pipe=2).place(params)
+        with pytest.raises((RuntimeError, zf.DesyncError)) as caught:
+            zf.generate(model, placed, ids, max_new_tokens=8)
+        return caught.value
+
+    told, raised = zf.simulate(2)(rank)()
+    place = "stage 1 of the pipeline (rank 1), forward of microbatch 0, layer blocks.3 (call 3)"
+    assert isinstance(told, zf.DesyncError) and f"rank 1 has stopped: {place}" in str(told)
+    assert type(raised) is RuntimeError and str(raised) == f"{place}: too long"
+
+
 def test_what_shapes_alone_tell_says_where_on_every_rank() -> None:
     for error in errors(step_of(lambda p, x: block(p, x[:, :5]), 4), 2):
         assert type(error) is RuntimeError and type(error.__cause__) is RuntimeError

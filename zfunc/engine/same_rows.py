@@ -10,8 +10,8 @@ The first call after a state was placed, and each with tensors of other shapes, 
 answer. The others go on, and raise when their metrics are there; on a GPU, for which no host waits,
 in a later call.
 
-What a loss is given beside them has to be the same, too: noise that the step has drawn, say. That
-is looked at in the first call, and from then on in the call behind.
+What a loss is given beside them has to be the same, too: noise that the step has drawn, say. It is
+compared at once in the first call, and with the rows of the next one from then on.
 
 Of the same rows such ranks make the same loss. A transform may note it, and the next call compares
 it with the rows: roughly, since a device may add in another order each time. A penalty that takes a
@@ -111,7 +111,7 @@ def same_arguments(given: Any) -> None:
     for watches in [] if FORESEEN.get() else current().memo.get("same rows", {}).values():
         for watch in watches.values():
             if watch.busy:
-                watch.given(given)
+                watch.compare(given)
 
 
 @on_renewal.append
@@ -140,7 +140,7 @@ class _Watch:
     averaged: tuple[str, ...]
     known: set[str] = field(default_factory=set)
     own: frozenset[int] = frozenset()
-    told: Any = 0
+    told: Tensor | int = 0
     loss: Tensor | None = None
     bad: Tensor | None = None
     asked: Reading | None = None
@@ -172,15 +172,19 @@ class _Watch:
         try:
             yield
         except DesyncError as error:  # of ranks that compute on other rows, or have raised for that
+            self.told = 0
             with suppress(DesyncError):
                 if found := int(self._differ(sums)):
                     raise self._error(found) from error
+            raise
+        except BaseException:
+            self.told = 0  # others may have come less far
             raise
         finally:
             self.busy, self.own = False, frozenset()
         self._note(self._differ(sums))
 
-    def given(self, given: Any) -> None:
+    def compare(self, given: Any) -> None:
         """A loss is given this."""
         rest = [(path, x) for path, x in leaves_of(given) if id(x) not in self.own]
         if not rest:

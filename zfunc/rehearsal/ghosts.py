@@ -36,6 +36,7 @@ __all__ = [
     "form_of",
     "ghost_leaves",
     "ghost_like",
+    "has_own_memory",
     "in_function",
     "is_shared",
     "named",
@@ -390,6 +391,11 @@ def is_shared(x: Tensor) -> bool:
         return x._is_view()
     storage = x.untyped_storage()  # a reference of its own, beside the tensor's
     return bool(_use_count(storage._cdata) > 2)
+
+
+def has_own_memory(x: Tensor) -> bool:
+    """Whether its numbers are its own: it is no ghost, and of no class that may hold some."""
+    return type(x).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def form_of(x: Tensor) -> Shape:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zfunc.rehearsal.ghosts import Ghost, has_own_memory
+
 __all__ = ["Repeats", "frozen"]
 
 _MANY = 1000  # of what is longer the length is compared
@@ -99,10 +101,11 @@ def frozen(x: Any, seen: frozenset[int] = frozenset()) -> Any:
 
 
 def _of_tensor(x: Tensor) -> Any:
-    if x.is_meta or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return Tensor  # a ghost, or what may hold some
+    if type(x) is Ghost or x.is_meta:
+        return Tensor
     with torch._C.DisableTorchFunction(), torch.no_grad():
         here = x.device.type == "cpu" and x.layout is torch.strided and x.numel() <= _LARGE
-        alone = here and torch._C._functorch.maybe_current_level() is None
+        own = here and has_own_memory(x)
+        alone = own and torch._C._functorch.maybe_current_level() is None
         wide = torch.complex128 if x.is_complex() else torch.float64
         return Tensor, tuple(x.shape), x.dtype, repr(x.to(wide).sum().item()) if alone else ""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfunc.rehearsal.ghosts import METADATA, Ghost
+from zfunc.rehearsal.ghosts import METADATA, Ghost, has_own_memory
 from zfunc.rehearsal.made_up import memory_id
 from zfunc.rehearsal.results import tensors_in
 
@@ -184,8 +184,8 @@ def _is_property(func: Any) -> bool:
 
 
 def _has_numbers(x: Any) -> bool:
-    if not isinstance(x, Tensor) or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return False  # a ghost, or what holds its numbers, or ghosts, in other tensors
+    if not isinstance(x, Tensor) or not has_own_memory(x):
+        return False
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.layout == torch.strided and not (x.is_meta or wrapped)
 
