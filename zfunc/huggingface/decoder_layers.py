@@ -178,7 +178,10 @@ def _forward(
             position_embeddings=position_embeddings,
             **kwargs,
         )
-    turn = _turn(past_key_values, *position_embeddings)
+    # In a rehearsal of stages, where shapes go through, each layer makes its own: the stage that has
+    # the first one may not have those behind it.
+    make = _turn if type(x) is Tensor else _new_turn
+    turn = make(past_key_values, *position_embeddings)
     return _token(layer, x[:, 0], mask, past_key_values, turn)[:, None]
 
 
@@ -263,15 +266,19 @@ def _turn(cache: Any, cos: Tensor, sin: Tensor) -> Turn:
     made = cache.__dict__.get("_zfunc_turn")
     if made is not None and made[0] is cos and made[1] is sin:
         return made[2]
+    turn = _new_turn(cache, cos, sin)
+    cache.__dict__["_zfunc_turn"] = cos, sin, turn
+    return turn
+
+
+def _new_turn(_: Any, cos: Tensor, sin: Tensor) -> Turn:
     half, known = cos.shape[-1] // 2, said_of(cos) == said_of(sin) == "halves"
-    turn = Turn(
+    return Turn(
         cos,
         sin * _signs(cos.shape[-1], sin.dtype, sin.device),
         (cos[:, 0, :half].float(), sin[:, 0, :half].float()) if known else None,
         torch.arange(len(cos), device=cos.device),
     )
-    cache.__dict__["_zfunc_turn"] = cos, sin, turn
-    return turn
 
 
 @functools.cache
