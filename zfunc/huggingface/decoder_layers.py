@@ -178,8 +178,8 @@ def _forward(
             position_embeddings=position_embeddings,
             **kwargs,
         )
-    # In a rehearsal of stages, where shapes go through, each layer makes its own: the stage that has
-    # the first one may not have those behind it.
+    # In a rehearsal of stages, where shapes go through, each layer makes its own: the stage that
+    # has the first one may not have those behind it.
     make = _turn if type(x) is Tensor else _new_turn
     turn = make(past_key_values, *position_embeddings)
     return _token(layer, x[:, 0], mask, past_key_values, turn)[:, None]
