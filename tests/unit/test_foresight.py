@@ -43,6 +43,20 @@ def test_values_that_are_known_are_no_guesses() -> None:
     assert alone(step, {**WIDE, "count": torch.tensor(7)}).assumptions[:-1] == ()
 
 
+def test_what_ranks_compare_is_no_guess() -> None:
+    """Stages have the same rows of a batch: whether they do is not asked of ranks that are not
+    there."""
+    params = {"layers": zf.Layers([{"w": torch.ones(4)} for _ in range(2)])}
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return zf.scan(lambda p, x: p["w"] * x, params["layers"], x).square().mean()
+
+    step = zf.pipeline(zf.train_step(loss, TX), microbatches=2, pipe=2)
+    state = zf.TrainState.create(params, TX)
+    seen = zf.foresee(step, state, torch.ones(2, 4), ranks=2, device="cpu")
+    assert [guess.place for guess in seen.assumptions if "zfunc" in guess.place] == []
+
+
 def test_shapes_that_depend_on_values_are_refused_by_name() -> None:
     def step(state: Any, x: Tensor) -> Any:
         return state, x[x > 0].sum()

@@ -54,10 +54,11 @@ class CurrentLayer:
         return self._layers[made] if made >= 0 else "", "backward"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerNames(Transform):
     """A transform that changes nothing: it says which layer computes."""
 
+    name: ClassVar[str] = "observed"
     position: ClassVar[int] = Order.REMAT + 1  # inside, so that it is told twice
 
     current: CurrentLayer = field(compare=False)
