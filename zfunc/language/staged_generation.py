@@ -3,6 +3,9 @@
 Texts go through in groups, as many as there are stages, so that each has something to do while a
 group is with the others. The last stage chooses tokens and tells them to all: the first goes on
 with them, and so every rank has the texts.
+
+Ranks along ``data`` have texts of their own. Where they gather layers from each other for each
+token, they take as many steps: whose texts have ended computes on until all have.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -97,23 +100,57 @@ def staged_columns(
         drawn: how ``choose`` draws, for a comparison.
 
     Raises:
-        PlacementError: stages were given other texts, or draw in other ways; on all ranks.
+        PlacementError: stages were given other texts, or draw in other ways; ranks that gather
+            layers from each other take other numbers of steps. On all ranks.
     """
     with repeated(decoder.write, params) as stage:
         given = [*parts, ends, *([] if mask is None else [mask])]
         _check_alike(stage.ranks, given, (count, drawn))
+        steps = _steps(stage.gathering, parts, count, ends)
         texts = StagedTexts(decoder, stage, choose, ends)
-        texts.start(parts, mask, count)
-        texts.take_in(parts)
+        texts.start(parts, mask, count, min(steps.texts, stage.ranks.size))
+        texts.take_in(steps.parts)
+        ended = False
         for n in range(count):
             if n + 1 < count:
                 texts.advance(n + 1)
             else:
                 texts.end()
-            yield texts.column(n)
-            if all(group.have_ended(n + 1, ends) for group in texts.groups):
+            if not ended:
+                yield texts.column(n)
+                ended = all(group.have_ended(n + 1, ends) for group in texts.groups)
+            if steps.end and all(stage.gathering.exchange(ended, label="texts have ended")):
                 texts.end()
                 return
+
+
+class Steps(NamedTuple):
+    """In how many steps ranks that gather layers from each other continue their texts.
+
+    Attributes:
+        texts: how many each of them has, at least.
+        parts: this rank's prompts, in as many parts as theirs.
+        end: whether any text may end before the last token.
+    """
+
+    texts: int
+    parts: Sequence[Tensor]
+    end: bool
+
+
+def _steps(ranks: Group, parts: Sequence[Tensor], count: int, ends: Tensor) -> Steps:
+    length = sum(part.shape[1] for part in parts)
+    own = len(parts[0]), length, len(parts), count, bool(len(ends))
+    texts, lengths, numbers, counts, end = zip(*ranks.exchange(own, label="steps"), strict=True)
+    if len({*counts}) > 1:
+        raise PlacementError(
+            f"ranks that gather layers from each other are to add {sorted({*counts})} tokens, and "
+            "take as many steps. Give all of them the same max_new_tokens."
+        )
+    # As many parts as the longest prompts need, but none without a token.
+    if (number := min(max(numbers), min(lengths))) != len(parts):
+        parts = torch.cat([*parts], dim=1).tensor_split(number, dim=1)
+    return Steps(min(texts), parts, any(end))
 
 
 def _check_alike(ranks: Group, given: Sequence[Tensor], how: Any) -> None:
@@ -143,11 +180,12 @@ class StagedTexts:
         self.running: list[TextGroup] = []  # through the call before
         self.plans: dict[Any, StepPlans] = {}
 
-    def start(self, parts: Sequence[Tensor], mask: Tensor | None, count: int) -> None:
+    def start(
+        self, parts: Sequence[Tensor], mask: Tensor | None, count: int, groups: int
+    ) -> None:
         """Divide the texts into groups, whose caches are empty."""
-        texts = len(parts[0])
         length = sum(part.shape[1] for part in parts) + count
-        cuts = even_cuts(texts, min(texts, self.stage.ranks.size))
+        cuts = even_cuts(len(parts[0]), groups)
         for a, b in itertools.pairwise(cuts):
             its = None if mask is None else mask[a:b]
             self.groups.append(TextGroup(slice(a, b), self.decoder.start(b - a, length, its)))
@@ -160,11 +198,13 @@ class StagedTexts:
             self._step(self.groups, tokens, 0 if last else None)
 
     def advance(self, n: int) -> None:
-        """Choose the ``n``-th tokens. A group of which all texts had ended one step ago rests.
+        """Choose the ``n``-th tokens. A group of which all texts had ended one step ago rests,
+        unless layers are gathered for it with other ranks.
 
         Whether they have in the last step is not known yet where others go on.
         """
-        live = [x for x in self.groups if not x.have_ended(n - 1, self.ends)]
+        every = self.stage.gathering.size > 1
+        live = [x for x in self.groups if every or not x.have_ended(n - 1, self.ends)]
         self._step(live, [None] * len(live), n)
 
     def end(self) -> None:
