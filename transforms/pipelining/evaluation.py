@@ -73,18 +73,30 @@ def predicted(
         rows = forward_rows(rank_of, ranks.size, len(batches))
         return PipelineStage(running, fn, params, batches, rank_of, rows, ranks, name)
 
-    parts = _parts(given, microbatches)
     stage = stage_of([given])
     full = stage.plans[0].result
-    if len(parts) > 1:
-        stage.base.close()
-        cut = stage_of(parts)
-        every = [(plan.result, _rows(part)) for plan, part in zip(cut.plans, parts, strict=True)]
+
+    def cut(number: int) -> PipelineStage | None:
+        parts = _parts(given, number)
+        if len(parts) == 1:
+            return None
+        found = stage_of(parts)
+        every = [(plan.result, _rows(part)) for plan, part in zip(found.plans, parts, strict=True)]
         if all(_has_rows(*each, full, _rows(given)) for each in every):
-            stage = cut
-        else:
-            cut.base.close()
-            stage = stage_of([given])
+            return found
+        found.base.close()
+        return None
+
+    in_parts = cut(microbatches)
+    if stage.gathering.size > 1:  # others may have fewer rows
+        own = len(in_parts.batches) if in_parts else 1
+        fewest = min(stage.gathering.exchange(own, label="microbatches"))
+        if in_parts and fewest < own:
+            in_parts.base.close()
+            in_parts = cut(fewest)
+    if in_parts:
+        stage.base.close()
+        stage = in_parts
     outs = _run(stage)
     mine, like = outs and _joined(outs), _told(full)
     return broadcast(ranks, rank_of[-1], mine, like, "evaluated", stage.device)()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zfunc.engine import context
-from zfunc.engine.communication import Communication, communication
+from zfunc.engine.communication import Communication
 from zfunc.engine.context import Context
 from zfunc.engine.differentiation import computed_in
 from zfunc.engine.products import products
@@ -61,11 +61,6 @@ class RepeatedStage(PipelineStage):
     def is_last(self) -> bool:
         """Whether this rank has the end of the function, and answers."""
         return self.rank_of[self.last] == self.me
-
-    @property
-    def gathering(self) -> Group:
-        """The ranks with which it gathers units whenever they enter: all call it as often."""
-        return alone() if self.keeps else communication(self.running).group
 
     def rehearsed(self, arguments: Callable[[], tuple[Any, ...]]) -> Rehearsed:
         """What the function does on arguments of these shapes.

@@ -26,6 +26,7 @@ from zfunc.engine.unit_runs import UnitRun
 from zfunc.errors import CompositionError
 from zfunc.layout.layout import Layout
 from zfunc.layout.readable import Readable
+from zfunc.ranks.axes import alone
 from zfunc.ranks.comm import Group
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label, Rehearsed, Spec
@@ -96,6 +97,12 @@ class PipelineStage:
         """The parameters in a pass."""
         group = communication(self.running).group
         return owner.add(self.layout, self.params, group, cut=True, differentiated=True)
+
+    @property
+    def gathering(self) -> Group:
+        """The ranks with which units are gathered whenever they enter: all have as many
+        microbatches."""
+        return alone() if self.keeps else communication(self.running).group
 
     # What is known before anything runs
 

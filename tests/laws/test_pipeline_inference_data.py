@@ -1,6 +1,6 @@
-"""Texts on stages beside ranks along ``data``, which have texts of their own.
+"""Inference on stages beside ranks along ``data``, which have texts or rows of their own.
 
-At stages 1 to 3 these gather layers from each other for each token.
+At stages 1 to 3 these gather layers from each other, for each token and each microbatch.
 """
 
 from __future__ import annotations
@@ -80,3 +80,19 @@ def test_they_take_as_many_steps() -> None:
 
     for text in zf.simulate(4)(rank)():
         assert "[8, 9] tokens" in text and "max_new_tokens" in text
+
+
+@pytest.mark.parametrize("rows", [(4, 3), (1, 3), (2, 5)])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_outputs_of_more_and_fewer_rows(rows: tuple[int, int], stage: int) -> None:
+    model, params = MODELS["uncached"]()[0], MODELS["uncached"]()[2]
+    given = [torch.full((n, 4), 2 + i) for i, n in enumerate(rows)]
+    wanted = [model.apply(params, x) for x in given]
+
+    def rank() -> bool:
+        mesh = zf.mesh(data=2, pipe=2)
+        predict = zf.shard(zf.pipeline(model.apply, 4), stage=stage, mesh=mesh)
+        at = mesh.coordinates(zf.rank())["data"]
+        return torch.allclose(predict(predict.place(params), given[at]), wanted[at], 1e-9, 1e-9)
+
+    assert zf.simulate(4)(rank)() == [True] * 4
