@@ -143,6 +143,25 @@ def test_operations_are_counted_like_torch_counts_them(name: str) -> None:
     assert plan.flops_outside[0] == 0 < plan.flops_outside[1] and len(plan.flops) == DEPTH
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_of_rows_are_known_and_counted(dtype: torch.dtype) -> None:
+    """As experts have them; torch's kernel for shapes knows bfloat16 alone."""
+    experts = zf.Layers([{"w": torch.zeros(4, 72, 72, dtype=dtype)} for _ in range(2)])
+    offs = torch.tensor([16, 40, 48, 64], dtype=torch.int32)
+
+    def product(p: Any, x: Tensor) -> Tensor:
+        return F.grouped_mm(x, p["w"], offs=offs)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return zf.scan(product, p["experts"], x).square().mean()
+
+    layout = make_layout({"experts": experts}, world=1)
+    plan = rehearse(loss, layout, (torch.zeros(64, 72, dtype=dtype),), chunk_of=[0, 1])
+    (spec,) = [spec for _, spec in plan.receives(1).values()]
+    assert (spec.shape, spec.dtype) == ((64, 72), dtype)
+    assert [*plan.flops] == [2 * 64 * 72 * 72] * 2
+
+
 def test_two_rehearsals_find_the_same() -> None:
     one, two = rehearsed(LOSSES["a_skip_connection"], 3), rehearsed(LOSSES["a_skip_connection"], 3)
     assert one.crossing == two.crossing and one.uses == two.uses and one.flops == two.flops

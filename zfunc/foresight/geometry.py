@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from zfunc.foresight.assumptions import ForesightError, place
+from zfunc.rehearsal.grouped_products import GROUPED, grouped_shape
 
 __all__ = ["Geometries", "Made", "Results"]
 
@@ -111,28 +112,8 @@ def _results(func: Any, flat: Sequence[Any], spec: Any) -> Results | None:
     return Results(tuple(_described(x, index) for x in leaves), its)
 
 
-def _grouped_product(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Of groups of rows, of columns, or of stacks; rows of the result begin at 16 bytes each."""
-    rows, columns = a.shape[-2], b.shape[-1]
-    if a.dim() == b.dim():
-        stacks = a.shape[:-2] if a.dim() == 3 or offs is None else offs.shape
-        shape = [*stacks, rows, columns]
-    else:
-        shape = [rows, columns]
-    dtype = out_dtype or a.dtype
-    line = -(-columns // (16 // dtype.itemsize)) * (16 // dtype.itemsize)
-    strides = [rows * line, line, 1][-len(shape) :]
-    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-
-
-# Whose kernels for meta tensors refuse what those for numbers take: float32, here.
-OWN = {torch.ops.aten._grouped_mm.default: _grouped_product}
+# Whose kernels for meta tensors refuse what those for numbers take.
+OWN = {GROUPED: grouped_shape}
 
 
 def _by_values(func: Any) -> bool:

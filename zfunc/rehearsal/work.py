@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zfunc.rehearsal.grouped_products import GROUPED, grouped_shape
+
 __all__ = ["Counting"]
 
 
@@ -35,7 +37,10 @@ class Counting(TorchDispatchMode):
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws, self.uneven = True, self.uneven or func._schema.name in UNEVEN
-        out = func(*args, **(kwargs or {}))
+        if func is GROUPED and args[0].is_meta:
+            out = grouped_shape(*args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
         packet = func.overloadpacket
         if packet in self.formulas:
             self.flops += self.formulas[packet](*args, **(kwargs or {}), out_val=out)
@@ -53,6 +58,12 @@ def _with_vector(bias: Any, a: Any, *rest: Any) -> int:
     return 2 * int(a.numel())
 
 
+def _grouped(a: Any, b: Any, *rest: Any) -> int:
+    """Groups share the columns of ``b`` between them where it is one matrix for all."""
+    shared = int(a.shape[0]) if a.dim() > b.dim() else 1
+    return 2 * int(a.numel()) * int(b.shape[-1]) // shared
+
+
 def _losses(x: Any, weight: Any, *rest: Any) -> int:
     """Of the logits alone: the other products, which it makes at once, are backward's."""
     return 2 * int(x.numel()) * int(weight.shape[0])
@@ -66,5 +77,6 @@ OWN = {
     "aten::dot": _vector,
     "aten::vdot": _vector,
     "aten::addmv": _with_vector,
+    "aten::_grouped_mm": _grouped,
     "zfunc::linear_cross_entropy": _losses,
 }

@@ -1,0 +1,75 @@
+"""Models as users load them, on the stages of a pipeline: float32 or bfloat16, parts fused."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zfunc as zf
+from tests.laws.architectures import GROUPED, VOCAB, built
+from tests.laws.cases import assert_same
+from tests.laws.covering import each
+from tests.laws.plans_by_hand import spread
+from zfunc import optim
+
+pytest.importorskip("transformers")
+
+LAYERS, MICROBATCHES = 4, 4
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+KINDS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 4},
+    "Qwen3MoeForCausalLM": EXPERTS,
+    "LlamaForCausalLM": {},
+}
+FLOATS = [torch.float32, torch.bfloat16]
+TX = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.05))
+
+
+@cache
+def model_of(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    sizes = {**GROUPED, "num_hidden_layers": LAYERS, **KINDS[kind]}
+    model = zf.functionalize(spread(built(kind, **sizes)).to(dtype))
+    return model, model.params
+
+
+def padded(n: int = 8) -> dict[str, Tensor]:
+    ids = torch.randint(3, VOCAB, (n, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = mask[n - 1, 3:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize(("kind", "dtype", "schedule"), each(KINDS, FLOATS, ["1f1b", "zb", "zbv"]))
+def test_they_are_trained_as_on_one_process(kind: str, dtype: torch.dtype, schedule: str) -> None:
+    model, params = model_of(kind, dtype)
+    step = zf.train_step(lambda p, batch: model.apply(p, **batch).loss, TX)
+
+    def trained(step: Any) -> Any:
+        state, metrics = step(step.place(zf.TrainState.create(params, TX)), padded())
+        return metrics, step.unplace(state).params
+
+    wanted = trained(zf.accumulate(step, MICROBATCHES))
+    staged = zf.pipeline(step, MICROBATCHES, schedule=schedule, pipe=2)
+    for found in zf.simulate(2)(trained)(staged):
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), each(KINDS, FLOATS))
+def test_they_continue_texts_as_on_one_process(kind: str, dtype: torch.dtype) -> None:
+    model, params = model_of(kind, dtype)
+    ids = padded(4)["input_ids"]
+    # Products of another number of rows may round otherwise, and stages take texts by the pair.
+    wanted = torch.cat([zf.generate(model, params, row, max_new_tokens=4) for row in ids.split(2)])
+
+    def rank() -> Tensor:
+        placed = zf.pipeline(model.apply, 2, pipe=2).place(params)
+        return zf.generate(model, placed, ids, max_new_tokens=4)
+
+    for found in zf.simulate(2)(rank)():
+        assert torch.equal(found, wanted)
