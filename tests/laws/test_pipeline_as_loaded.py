@@ -63,6 +63,10 @@ def test_they_are_trained_as_on_one_process(kind: str, dtype: torch.dtype, sched
 @pytest.mark.parametrize(("kind", "dtype"), each(KINDS, FLOATS))
 def test_they_continue_texts_as_on_one_process(kind: str, dtype: torch.dtype) -> None:
     model, params = model_of(kind, dtype)
+    assert_continues(model, params)
+
+
+def assert_continues(model: Any, params: Any) -> None:
     ids = padded(4)["input_ids"]
     # Products of another number of rows may round otherwise, and stages take texts by the pair.
     wanted = torch.cat([zf.generate(model, params, row, max_new_tokens=4) for row in ids.split(2)])
@@ -73,3 +77,15 @@ def test_they_continue_texts_as_on_one_process(kind: str, dtype: torch.dtype) ->
 
     for found in zf.simulate(2)(rank)():
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["MixtralForCausalLM", "GptOssForCausalLM"])
+def test_texts_of_a_model_that_was_trained_with_a_loss_of_its_routers(kind: str) -> None:
+    """Its config asks for what the routers chose, which layers keep, and texts do not need."""
+    torch.manual_seed(0)
+    sizes = {**GROUPED, "num_hidden_layers": LAYERS, "num_local_experts": 4}
+    module = built(kind, **sizes, output_router_logits=True, num_experts_per_tok=2)
+    for p in module.parameters():
+        torch.nn.init.normal_(p, std=0.2)  # some are made without numbers
+    model = zf.functionalize(module, train=False)
+    assert_continues(model, model.params)

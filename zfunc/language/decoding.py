@@ -337,7 +337,8 @@ class HuggingFaceDecoder:
         **optional: Tensor,
     ) -> Tensor:
         """The model's last logits; of the optional arguments it gets those that it takes."""
-        given = {"logits_to_keep": 1, **optional}
+        # What the routers of experts chose is for a loss, whatever the model's config asks for.
+        given = {"logits_to_keep": 1, "output_router_logits": False, **optional}
         given = {name: value for name, value in given.items() if name in self._takes}
         out = call(tokens, past_key_values=past, use_cache=True, attention_mask=mask, **given)
         logits = getattr(out, "logits", None)
