@@ -15,6 +15,7 @@ from tests.laws.cases import assert_same
 from tests.laws.covering import each
 from tests.laws.plans_by_hand import spread
 from zfunc import optim
+from zfunc.huggingface import decoder_layers
 
 pytest.importorskip("transformers")
 
@@ -25,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": EXPERTS,
     "LlamaForCausalLM": {},
 }
+DECODERS = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 FLOATS = [torch.float32, torch.bfloat16]
 TX = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.05))
 
@@ -32,7 +34,7 @@ TX = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.05))
 @cache
 def model_of(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    sizes = {**GROUPED, "num_hidden_layers": LAYERS, **KINDS[kind]}
+    sizes = {**GROUPED, "num_hidden_layers": LAYERS, **KINDS.get(kind, {})}
     model = zf.functionalize(spread(built(kind, **sizes)).to(dtype))
     return model, model.params
 
@@ -60,20 +62,39 @@ def test_they_are_trained_as_on_one_process(kind: str, dtype: torch.dtype, sched
         assert_same(found, wanted)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), each(KINDS, FLOATS))
-def test_they_continue_texts_as_on_one_process(kind: str, dtype: torch.dtype) -> None:
+BITS = [None, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bits", "schedule"),
+    each({**dict.fromkeys(DECODERS), **KINDS}, FLOATS, BITS, ["1f1b", "zbv"]),
+)
+def test_they_continue_texts_as_on_one_process(
+    kind: str, dtype: torch.dtype, bits: int | None, schedule: str
+) -> None:
     model, params = model_of(kind, dtype)
-    assert_continues(model, params)
+    assert_continues(model, params, bits, schedule)
 
 
-def assert_continues(model: Any, params: Any) -> None:
+@pytest.mark.parametrize("kind", DECODERS)
+def test_their_layers_take_a_token_in_few_operations(kind: str) -> None:
+    """Or what these do on stages is not seen above."""
+    sizes = {**GROUPED, "num_hidden_layers": LAYERS}
+    assert decoder_layers.known(built(kind, **sizes).float()) == LAYERS
+
+
+def assert_continues(
+    model: Any, params: Any, bits: int | None = None, schedule: str = "1f1b"
+) -> None:
+    low: Any = model.apply if bits is None else zf.quantize(model.apply, bits=bits, group_size=4)
+    held = params if bits is None else low.place(params)
     ids = padded(4)["input_ids"]
     # Products of another number of rows may round otherwise, and stages take texts by the pair.
-    wanted = torch.cat([zf.generate(model, params, row, max_new_tokens=4) for row in ids.split(2)])
+    wanted = torch.cat([zf.generate(model, held, row, max_new_tokens=6) for row in ids.split(2)])
 
     def rank() -> Tensor:
-        placed = zf.pipeline(model.apply, 2, pipe=2).place(params)
-        return zf.generate(model, placed, ids, max_new_tokens=4)
+        placed = zf.pipeline(low, 2, schedule=schedule, pipe=2).place(params)
+        return zf.generate(model, placed, ids, max_new_tokens=6)
 
     for found in zf.simulate(2)(rank)():
         assert torch.equal(found, wanted)
