@@ -247,6 +247,18 @@ def lstm(bidirectional: bool) -> Piece:
     return [out, hidden], [x, h], [*module.parameters()]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what dynamo looks at
+def test_what_torch_has_compiled() -> None:
+    """It may write over what it has saved: torch refuses to keep its graph for another run."""
+    bent = torch.compile(lambda x: torch.relu(x.sin()).exp(), backend="aot_eager")
+    x, w, v = leaf(3, 4), leaf(4, 4), leaf(4, 4, seed=1)
+    seed = torch.ones(3, 4, dtype=D)
+    expected = torch.autograd.grad(bent(x @ w) @ v, [x, w, v], seed)
+    back = SplitBackward([bent(x @ w) @ v], [x], [w, v])
+    found = [*back.of_inputs([seed]), *back.of_weights()]
+    torch.testing.assert_close(found, [*expected], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_a_recurrence(bidirectional: bool) -> None:
     check(lambda: lstm(bidirectional))

@@ -43,8 +43,8 @@ class Branch:
         ends: indices of the ends that they lead to.
         hooked: whether what one of them has saved can be had once only.
         early: whether they must run in one go with the way to inputs: because of that, because
-            what leads to them computes all of its gradients at once or has hooks, or because they
-            share an end with others that must.
+            what leads to them computes all of its gradients at once or has hooks, because they
+            share an end with others that must, or because something on the way is compiled.
     """
 
     ends: set[int] = field(default_factory=set)
@@ -159,6 +159,10 @@ class Ways:
         while late := {x for x in branches if not x.early and not x.ends.isdisjoint(self._early())}:
             for branch in late:  # autograd that runs towards an end runs all that leads there
                 branch.early = True
+        # Compiled by torch, a node refuses to run where others of its graph are to run once more.
+        if any(_kind(x).compiled for x in {type(x): x for x in self.run_early()}.values()):
+            for branch in branches:
+                branch.early = True
 
     def _early(self) -> set[int]:
         return {k for x in self._branches.values() if x.early for k in x.ends}
@@ -251,6 +255,7 @@ class _Kind:
     def __init__(self, node: Node) -> None:
         name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
         self.function = isinstance(node, BackwardCFunction)
+        self.compiled = self.function and name == "CompiledFunction"
         self.product = name in PRODUCTS and not self.function
         self.matmul = name in MATMULS and self.product
         self.at_once = any(word in name for word in AT_ONCE)

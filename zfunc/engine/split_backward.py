@@ -19,6 +19,7 @@ weight that is used twice on one way is nothing special: what parts is the edges
 Where a hook makes what nodes have saved, at a price, nothing is left for the second part: a layer
 of ``torch.utils.checkpoint`` is computed again once, and its branch runs with the first part. So
 does the branch behind an attention or a recurrence that gets some of its operands from weights.
+Where something on the way is compiled by torch, the first part is the whole backward.
 
 What the first part has used up is freed, though its nodes are not: nodes hold those that follow.
 """
