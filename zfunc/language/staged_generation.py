@@ -180,9 +180,7 @@ class StagedTexts:
         self.running: list[TextGroup] = []  # through the call before
         self.plans: dict[Any, StepPlans] = {}
 
-    def start(
-        self, parts: Sequence[Tensor], mask: Tensor | None, count: int, groups: int
-    ) -> None:
+    def start(self, parts: Sequence[Tensor], mask: Tensor | None, count: int, groups: int) -> None:
         """Divide the texts into groups, whose caches are empty."""
         length = sum(part.shape[1] for part in parts) + count
         cuts = even_cuts(len(parts[0]), groups)
