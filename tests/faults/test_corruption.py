@@ -192,6 +192,14 @@ def test_foreign_folders(tmp_path: Path) -> None:
         zf.restore(tmp_path, blank())
 
 
+def test_a_file_where_the_folder_would_be(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("no folder")
+    for path in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(zf.CheckpointError, match=r"a file of this name.* a folder"):
+            zf.save(path, state(1), step=1)
+    assert (tmp_path / "run").read_text() == "no folder"
+
+
 def test_a_newer_version_is_not_passed_over(root: Path) -> None:
     """It is no damage, and an older state is not what was asked for."""
     file = root / "step-00000002" / "manifest.json"

@@ -199,7 +199,13 @@ def _prepare(task: Task) -> None:
     if task.rank:
         return
     with said(task.root):
-        task.root.mkdir(parents=True, exist_ok=True)
+        try:
+            task.root.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise CheckpointError(
+                f"{task.root}: there is a file of this name, or in the place of a folder above it. "
+                "Give save the path of a folder: it makes it, and puts each checkpoint in there."
+            ) from None
         if hold(task.root):
             clean(task.root)
         need = sum(leaf.nbytes for leaf in task.stock.tensors.values())
