@@ -196,6 +196,7 @@ def _called(leaf: TensorInfo, source: SafetensorsFiles, path: PathLike, prefix: 
             return name
     some = ", ".join(sorted(source.tensors)[:3])
     raise CheckpointError(
-        f"{os.fspath(path)} has no tensor {leaf.name}. It has {some}, ...: are "
-        "these the files of this model?"
+        f"{os.fspath(path)} has no tensor {leaf.name}. It has {some}, ...: are these the files of "
+        "this model? Of some (mixtures of experts) transformers makes others as it loads: then let "
+        "it load them, functionalize what from_pretrained gives, and place its params."
     )
