@@ -181,6 +181,12 @@ def test_arguments_that_are_missing(how: Any, what: str) -> None:
         zf.plan(**how)
 
 
+def test_each_choice_has_values() -> None:
+    cluster, over = zf.Cluster.preset("h100", gpus=8), {"stage": [1], "pipe": []}
+    with pytest.raises(ValueError, match=r"'pipe'.* no values"):
+        zf.plan(lambda **how: None, {}, rows(), cluster, over)
+
+
 def test_a_model_needs_rows() -> None:
     cluster = zf.Cluster.preset("h100", gpus=8)
     with pytest.raises(ValueError, match="the batch has no rows"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -58,7 +58,7 @@ def plan(
     Raises:
         TypeError: neither ``step_of`` nor ``model``, both, or an argument that goes with the other;
             no cluster, or no lists in ``over``.
-        ValueError: without ``step_of``, a batch without rows.
+        ValueError: without ``step_of``, a batch without rows; a list in ``over`` is empty.
 
     >>> import zfunc as zf
     >>> def loss(params, x):
@@ -90,11 +90,14 @@ def plan(
     for name, values in (over or {}).items():
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise TypeError(f"plan: over[{name!r}]={values!r}, expected a list of values.")
+    choices = {name: [*values] for name, values in (over or {}).items()}
+    if empty := [name for name, values in choices.items() if not values]:
+        raise ValueError(f"plan: over[{empty[0]!r}] has no values to try.")
     rows: list[PlanRow] = []
     attempts = (
         _usual(model, batch, cluster, trials)
         if model is not None
-        else _all_of(step_of, make_state, batch, cluster, over or {})
+        else _all_of(step_of, make_state, batch, cluster, choices)
     )
     for row in attempts:
         rows.append(row)
@@ -104,7 +107,7 @@ def plan(
 
 
 def _all_of(
-    step_of: Any, make_state: Any, batch: Any, cluster: Cluster, over: Mapping[str, Iterable[Any]]
+    step_of: Any, make_state: Any, batch: Any, cluster: Cluster, over: Mapping[str, Sequence[Any]]
 ) -> Iterator[PlanRow]:
     for values in product(*over.values()):
         given = dict(zip(over, values, strict=True))
