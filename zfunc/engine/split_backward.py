@@ -51,6 +51,8 @@ from zfunc.errors import BackwardError
 
 __all__ = ["SplitBackward"]
 
+NOWHERE = Ways((), (), ())  # of a graph that is used up
+
 
 class SplitBackward:
     """Backward from ``outs`` in two parts: towards ``inputs``, then towards ``ends``.
@@ -147,7 +149,7 @@ class SplitBackward:
             found = _run(roots, [edge for _, edge in ends], keep=False)
             for (k, _), grad in zip(ends, found, strict=True):
                 self._grads[k] = grad
-        grads, self._grads, self._ways = self._grads, [], Ways((), (), ())
+        grads, self._grads, self._ways = self._grads, [], NOWHERE
         return grads
 
     def _check(self, seeds: Sequence[Tensor | None]) -> None:
