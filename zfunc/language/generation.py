@@ -44,7 +44,7 @@ def generate(
         functional: ``zf.functionalize(model)`` of a causal language model, of Hugging Face
             or any that maps ids to logits; or a decoder (``GPTDecoder(config)``).
         params: its parameters, plain, quantised or placed; with placed ones it is a
-            collective, and all ranks get the same texts.
+            collective. Ranks along ``data`` may have other texts than each other.
         ids: ``[b, t]`` int64 prompts, or ``[t]`` for one.
         max_new_tokens: how many to add at most.
         temperature: 0 takes the likeliest token each time; 1 draws from the model.
