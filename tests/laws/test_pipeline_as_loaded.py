@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
 }
 DECODERS = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
-FLOATS = [torch.float32, torch.bfloat16]
+FLOATS, BITS = [torch.float32, torch.bfloat16], [None, 8, 4]
 TX = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.05))
 
 
@@ -60,9 +60,6 @@ def test_they_are_trained_as_on_one_process(kind: str, dtype: torch.dtype, sched
     staged = zf.pipeline(step, MICROBATCHES, schedule=schedule, pipe=2)
     for found in zf.simulate(2)(trained)(staged):
         assert_same(found, wanted)
-
-
-BITS = [None, 8, 4]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_each_has_those_of_one_process(
 
 
 def test_they_take_as_many_steps() -> None:
-    decoder, given = MODELS["gpt"]()[0], prompts("of two lengths")
+    (decoder, *_), given = MODELS["gpt"](), prompts("of two lengths")
 
     def rank() -> str:
         mine, at = placed(1, "1f1b")
@@ -85,7 +85,7 @@ def test_they_take_as_many_steps() -> None:
 @pytest.mark.parametrize("rows", [(4, 3), (1, 3), (2, 5)])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_outputs_of_more_and_fewer_rows(rows: tuple[int, int], stage: int) -> None:
-    model, params = MODELS["uncached"]()[0], MODELS["uncached"]()[2]
+    model, _, params = MODELS["uncached"]()
     given = [torch.full((n, 4), 2 + i) for i, n in enumerate(rows)]
     wanted = [model.apply(params, x) for x in given]
 

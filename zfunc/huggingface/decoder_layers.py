@@ -180,8 +180,8 @@ def _forward(
         )
     # In a rehearsal of stages, where shapes go through, each layer makes its own: the stage that
     # has the first one may not have those behind it.
-    make = _turn if type(x) is Tensor else _new_turn
-    turn = make(past_key_values, *position_embeddings)
+    cos, sin = position_embeddings
+    turn = _turn(past_key_values, cos, sin) if type(x) is Tensor else _new_turn(cos, sin)
     return _token(layer, x[:, 0], mask, past_key_values, turn)[:, None]
 
 
@@ -266,12 +266,12 @@ def _turn(cache: Any, cos: Tensor, sin: Tensor) -> Turn:
     made = cache.__dict__.get("_zfunc_turn")
     if made is not None and made[0] is cos and made[1] is sin:
         return made[2]
-    turn = _new_turn(cache, cos, sin)
+    turn = _new_turn(cos, sin)
     cache.__dict__["_zfunc_turn"] = cos, sin, turn
     return turn
 
 
-def _new_turn(_: Any, cos: Tensor, sin: Tensor) -> Turn:
+def _new_turn(cos: Tensor, sin: Tensor) -> Turn:
     half, known = cos.shape[-1] // 2, said_of(cos) == said_of(sin) == "halves"
     return Turn(
         cos,
