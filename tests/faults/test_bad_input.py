@@ -293,3 +293,22 @@ def test_a_module_where_params_or_a_step_belong() -> None:
         zf.train_step(loss_fn, torch.optim.SGD)
     with pytest.raises(TypeError, match=r"shard\(\) got a Linear; expected the step to wrap"):
         zf.shard(module, stage=1)
+
+
+def test_gathered_layers_that_are_read_behind_their_loss() -> None:
+    kept: list[Any] = []
+
+    def keeping(p: Any, batch: torch.Tensor) -> torch.Tensor:
+        kept.append(p["blocks"][1])
+        return loss_fn(p, batch)
+
+    def rank() -> None:
+        step = zf.shard(zf.train_step(keeping, TX), stage=3)
+        placed = step.place(state())
+        step(placed, step.local_batch(batch()))
+        with pytest.raises(
+            zf.PlacementError, match=r"layer blocks\.1 were read after the function"
+        ):
+            kept[0]["w"]
+
+    zf.simulate(2)(rank)()

@@ -3,6 +3,7 @@ process, or an error that says why."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 import zfunc as zf
 from tests.laws.cases import assert_near
 from tests.laws.layered import base, end, layer, layers_twice, params, through
-from tests.laws.pipelines import F64, TX, Model, rows
+from tests.laws.pipelines import F64, TX, Model, rows, stack, stack_loss
 from zfunc import optim, tree
+from zfunc.engine.unit_runs import UnitRun
 
 
 def updated(state: Any, grads: Any) -> Any:
@@ -84,6 +86,32 @@ def test_steps_that_are_right(fn: Any) -> None:
     wanted = run(fn, lambda f: zf.accumulate(f, 3))
     for found in zf.simulate(2)(run)(fn, lambda f: zf.pipeline(f, 3, "zb", pipe=2)):
         assert_near(found, wanted, 1e-9)
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_pass_has_no_units_of_other_stages(data: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A microbatch costs a stage the layers that it has, however many there are."""
+    made: list[Any] = []
+    init = UnitRun.__post_init__
+
+    def counted(run: UnitRun) -> None:
+        made.append(run.owner)
+        init(run)
+
+    monkeypatch.setattr(UnitRun, "__post_init__", counted)
+
+    def rank() -> int:
+        mesh = zf.mesh(data=data, pipe=4)
+        step = zf.shard(zf.pipeline(zf.train_step(stack_loss, TX), 4, mesh=mesh), stage=1)
+        state = step.place(zf.TrainState.create(stack(16), TX))
+        units = len(state.params.layout.units)
+        step(state, step.local_batch(rows(0, 16)))
+        return units
+
+    (units, *_) = zf.simulate(4 * data)(rank)()
+    of_passes = Counter(map(id, made))
+    assert len(of_passes) >= 4 * data * 4
+    assert sum(n > units // 2 for n in of_passes.values()) <= 4 * data  # one of each rank's step
 
 
 @pytest.mark.parametrize(

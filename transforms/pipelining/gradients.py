@@ -199,7 +199,7 @@ class _Step(PipelineStage):
     def messages(self, rank: int) -> Iterator[StageMessage]:
         yield from super().messages(rank)
         for u, (home, guests) in self.lent.items():
-            if rank in guests and self.source.runs[u].info.trainable:
+            if rank in guests and self.layout.trainable_of_units[u]:
                 yield StageMessage(("back", u, rank), rank, home, tuple(self._summed(u)))
 
     # Actions
@@ -322,7 +322,7 @@ class _Step(PipelineStage):
         """Gradients of lent units come home."""
         for u, (home, guests) in self.lent.items():
             key = (self.source.index, u)
-            for guest in guests if self.source.runs[u].info.trainable else ():
+            for guest in guests if self.layout.trainable_of_units[u] else ():
                 if guest == self.me:
                     kept = self.root.kept.pop(key, None) or [
                         torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
@@ -335,7 +335,7 @@ class _Step(PipelineStage):
     def _summed(self, u: int) -> list[Any]:
         """What a unit's gradients look like where they are summed."""
         flats, dtype = self.layout.flats, self.running.memo.get("reduce dtype")
-        trainable = self.source.runs[u].info.trainable
+        trainable = self.layout.trainable_of_units[u]
         return [flat_spec(flats[f].length, dtype or flats[f].dtype, self.device) for f in trainable]
 
     def _root_pass(self) -> Pass:

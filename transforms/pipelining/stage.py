@@ -200,9 +200,9 @@ class PipelineStage:
 
     def lend(self) -> None:
         """Units that other stages use, too, go to them before anything else."""
-        runs = self.source.runs
+        run = self.source.run
         mine = [u for u, (home, _) in self.lent.items() if home == self.me]
-        under_way = {u: gather(Ready(runs[u].stored), runs[u].info) for u in mine}
+        under_way = {u: gather(Ready(run(u).stored), run(u).info) for u in mine}
         for u in mine:
             self._raw[u] = under_way[u].wait()
             for guest in self.lent[u][1]:
@@ -210,11 +210,11 @@ class PipelineStage:
         own = [u for u, unit in enumerate(self.layout.units)
                if self.rank_of[unit.chunk] == self.me and u not in self.lent]  # fmt: skip
         if self.keeps:
-            self.source.start([runs[u] for u in own])
+            self.source.start([run(u) for u in own])
 
     def entered(self, u: int) -> list[Tensor]:
         """The values of a unit that enters once; of another stage's as it was lent."""
-        run = self.source.runs[u]
+        run = self.source.run(u)
         if run.values is None and u in self.lent:
             if self.me in self.lent[u][1]:
                 self._raw[u] = self.wire.receive(("lend", u, self.me))
@@ -226,10 +226,13 @@ class PipelineStage:
 
     def hold(self, source: Source) -> None:
         """Let units that enter once have the same values in this pass as in all others."""
-        for u, run in enumerate(source.runs):
-            if self.keeps or self.layout.layer_of_unit[u] < 0:
-                run.hooks = (partial(self._enters, run),)
-                run.common = self._common.setdefault(u, CommonLeaves())
+        source.prepare = self._hold
+
+    def _hold(self, run: UnitRun) -> None:
+        u = run.info.index
+        if self.keeps or self.layout.layer_of_unit[u] < 0:
+            run.hooks = (partial(self._enters, run),)
+            run.common = self._common.setdefault(u, CommonLeaves())
 
     def _enters(self, run: UnitRun, value: Pending, unit: UnitInfo) -> Pending:
         run.stored = self.entered(unit.index)
@@ -296,7 +299,7 @@ def _enter_roots(source: Source, leaves: frozenset[int]) -> dict[int, Tensor]:
     units = {layout.unit_of_flat[slot.flat] for i in leaves if (slot := slots[i]) is not None}
     found: dict[int, Tensor] = {}
     for u in sorted(units):
-        found.update(source.runs[u].leaves())
+        found.update(source.run(u).leaves())
     return found
 
 

@@ -226,8 +226,9 @@ class Accord:
 
     def admit(self, source: Source) -> None:
         """One more tree takes part; if the script has another in its place, ranks ask."""
-        for run in source.runs:
-            run.gathers = run.sharded and run.info.cut and run.info.group in self.groups
+        source.gathers = source.sharded and source.cut and source.group in self.groups
+        for run in source.made:
+            run.gathers = source.gathers
         if self.script is not None and not self.script.has(source):
             self.asking, self.learns = True, False
 
@@ -461,13 +462,14 @@ class Accord:
     @property
     def _sends(self) -> bool:
         """Whether ranks take part when units enter."""
-        return any(run.gathers for source in self.owner.sources for run in source.runs)
+        return any(source.gathers for source in self.owner.sources)
 
     def _is_whole(self) -> bool:
         """Whether every unit that is gathered has entered, and none was left out on purpose."""
         entered = {event[1] for event in self.log if event[0] == ENTER}
-        runs = (run for source in self.owner.sources for run in source.runs)
-        return not self.owner.idle and all(run.key in entered for run in runs if run.gathers)
+        gathered = (source for source in self.owner.sources if source.gathers)
+        keys = {(s.index, i) for s in gathered for i in range(len(s.layout.units))}
+        return not self.owner.idle and keys <= entered
 
     def _sent_as(self) -> dict[Key, tuple[str, ...]]:
         """Dtypes of the gradients of all units; of one that had none, as of others like it."""
@@ -478,10 +480,11 @@ class Accord:
                 known[run.info.layout.flats[i].dtype] = name
         out = dict(self.dtypes)
         for source in self.owner.sources:
-            for run in source.runs if source.differentiated else ():
-                own = [source.layout.flats[i].dtype for i in run.info.trainable]
+            trainable = source.layout.trainable_of_units if source.differentiated else ()
+            for unit, flats in enumerate(trainable):
+                own = [source.layout.flats[i].dtype for i in flats]
                 names = tuple(known.get(d, str(d).removeprefix("torch.")) for d in own)
-                out.setdefault(run.key, names)
+                out.setdefault((source.index, unit), names)
         return out
 
     def _completed(self) -> list[Event]:
@@ -491,9 +494,10 @@ class Accord:
         for source in self.owner.sources:
             if not source.differentiated or self.owner.holding:
                 continue
-            for run in source.runs:
-                if run.info.trainable and run.key not in left:
-                    tracked = sum(e[0] == ENTER and e[1] == run.key and e[2] for e in events)
-                    events += [(LEAVE, run.key, False)] * (tracked - 1)
-                    events.append((LEAVE, run.key, True))
+            for unit, trainable in enumerate(source.layout.trainable_of_units):
+                key = source.index, unit
+                if trainable and key not in left:
+                    tracked = sum(e[0] == ENTER and e[1] == key and e[2] for e in events)
+                    events += [(LEAVE, key, False)] * (tracked - 1)
+                    events.append((LEAVE, key, True))
         return events

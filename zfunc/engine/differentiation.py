@@ -514,7 +514,8 @@ def _evaluated(
     try:
         with torch.no_grad(), products(computed_in(params)):
             tree, args, kwargs = _entered_arguments((params, args, kwargs))
-            owner.plan.order = [run.key for source in owner.sources for run in source.runs]
+            trees = enumerate(source.layout for source in owner.sources)
+            owner.plan.order = [(k, i) for k, of in trees for i in range(len(of.units))]
             out = fn(tree, *args, **kwargs)
             owner.computed()
             owner.finish()

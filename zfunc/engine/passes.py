@@ -131,7 +131,7 @@ class Pass:
             self, index, layout, stored, group, cut, differentiated, hooks, sink, name_of
         )
         self.sources.append(source)
-        self.plan.add(source.runs)
+        self.plan.add(layout, source.run)
         if self.accord is not None:
             self.accord.admit(source)
         return source
@@ -216,7 +216,7 @@ class Pass:
             ends = [*inputs, self.tick, *(end for end, _ in self.ends)]
             if not self.adds:
                 return torch.autograd.grad(outs, ends, seeds, allow_unused=True)[: len(inputs)]
-            runs = [run for source in self.sources for run in source.runs if run.adding]
+            runs = [run for source in self.sources for run in source.made if run.adding]
             rows = [run.begin_adding() for run in runs]
             with ExitStack() as stack:
                 for own in chain.from_iterable(run.own_hooks for run in runs):
@@ -236,11 +236,11 @@ class Pass:
         for source in self.sources:
             if source.sink is not None:
                 source.sink.begin()
-            for run in source.runs:
+            for run in source.made:
                 run.check_unwritten()
                 if run.entered is not None:
                     run.release()
-        gathered = (run for source in self.sources for run in source.runs if run.sharded)
+        gathered = (run for source in self.sources for run in source.made if run.sharded)
         if (some := next((run for run in gathered if run.foreign), None)) is not None:
             # Memory is fullest here, and what was gathered is there no more.
             pool(some.info.group).trim()
@@ -261,8 +261,11 @@ class Pass:
         accord = self.accord
         if accord is not None:
             accord.rest()
+        for index, unit in self.waiting:
+            if index < len(self.sources):
+                self.sources[index].run(unit)
         for source in self.sources:
-            for run in source.runs:
+            for run in source.made:
                 self._send_late(run)
         if accord is None:
             self._arrive_all()
@@ -272,7 +275,7 @@ class Pass:
             if self.memory is not None:
                 self.memory[self.place] = script
         for source in self.sources:
-            for run in source.runs:
+            for run in source.made:
                 if run.pending is not None:
                     run.pending.wait()
                 run.forget()
@@ -300,12 +303,9 @@ class Pass:
             self.accord.close()
             self.accord = None
         for source in self.sources:
-            for run in source.runs:
-                run.forget()
-                run.hooks, run.gathers = (), False  # some know their run
-            source.runs.clear()
+            source.close()
         self.sources.clear()
-        self.plan.units.clear()
+        self.plan.clear()
         self.lingering.clear()
         self.transient.clear()
         self.results.clear()
@@ -364,15 +364,15 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     running = context.current()
     if running is None:
         return _compute(fn, params, xs, kw)
-    index = running.layer_calls
-    scope = running.next_scope()
-    inner = fn if scope is None else _scoped(fn, scope)
-    if not running.around:
-        return _compute(inner, params, xs, kw)
+    index, scope_of = running.layer_calls, running.layer_scope
+    running.layer_calls = index + 1
 
     def call(*xs: Any, **kw: Any) -> Any:
+        inner = fn if scope_of is None else _scoped(fn, scope_of(index))
         return _compute(inner, params, xs, kw)
 
+    if not running.around:
+        return call(*xs, **kw)
     if (name := getattr(fn, "zfunc_name", None)) is None:
         name = str(index)
     info = params.told(index, name) if isinstance(params, Ref) else LayerInfo(index, name)

@@ -6,7 +6,7 @@ gathers what it needs when it needs it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,10 +28,19 @@ class _Planned(NamedTuple):
 
 
 class _Units(dict[Key, _Planned]):
-    """By key. A unit whose tree is not here has no run, and is a layer by itself."""
+    """By key, once asked for. One whose tree is not here has no run, and is a layer by itself."""
+
+    def __init__(self) -> None:
+        self.trees: list[tuple[Layout, Callable[[int], UnitRun]]] = []
 
     def __missing__(self, key: Key) -> _Planned:
-        return _Planned(None, key, 0)
+        source, unit = key
+        layout, run = self.trees[source] if source < len(self.trees) else (None, None)
+        if layout is None or run is None or unit >= len(layout.units):
+            return _Planned(None, key, 0)
+        layer, nbytes = (source, layout.layer_of_unit[unit]), layout.unit_nbytes(unit)
+        self[key] = found = _Planned(run(unit), layer, nbytes)
+        return found
 
 
 @dataclass
@@ -57,12 +66,14 @@ class PassPlan:
     cursor: int = 0
     most_ahead: int = 0
 
-    def add(self, runs: Sequence[UnitRun]) -> None:
-        """One more tree takes part."""
-        for run in runs:
-            layout, (source, unit) = run.info.layout, run.key
-            layer = source, layout.layer_of_unit[unit]
-            self.units[run.key] = _Planned(run, layer, layout.unit_nbytes(unit))
+    def add(self, layout: Layout, run: Callable[[int], UnitRun]) -> None:
+        """One more tree takes part, whose units ``run`` gives."""
+        self.units.trees.append((layout, run))
+
+    def clear(self) -> None:
+        """Forget the trees."""
+        self.units.clear()
+        self.units.trees.clear()
 
     def record(self, key: Key, follows: bool) -> None:
         """Note that a unit enters, and, if the rank follows the plan, where in it that is."""

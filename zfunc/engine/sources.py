@@ -20,6 +20,7 @@ from zfunc.engine.hooks import LayerInfo, Pending
 from zfunc.engine.primitives import Ref
 from zfunc.engine.unit_info import UnitInfo
 from zfunc.engine.unit_runs import Running, Ticket, UnitRun
+from zfunc.errors import PlacementError
 from zfunc.layout.layout import Layout
 from zfunc.layout.pieces import leaves_of
 from zfunc.layout.readable import Readable
@@ -39,10 +40,20 @@ class LayerRef(Ref):
         self.source = source
         self.layer = layer
         self.layout, self.span = source.layout, source.layout.layers[layer]
-        self.runs = [source.runs[i] for i in source.layer_units[layer]]
         self.differentiated = source.differentiated
 
+    @cached_property
+    def runs(self) -> list[UnitRun]:
+        """Its units."""
+        return [self.source.run(i) for i in self.source.layer_units[self.layer]]
+
     def force(self) -> Tree:
+        if self.source.closed and self.source.cut and self.source.group.size > 1:
+            raise PlacementError(
+                f"the parameters of layer {self.span.name} were read after the function that was "
+                "given them had returned, and are there no more. Read them within it, and return "
+                "what you need, or take them from state.params."
+            )
         indices = range(self.span.start, self.span.stop)
         found: dict[int, Tensor] = {}
         self.source.start(self.runs)
@@ -100,7 +111,13 @@ register(
 
 
 class Source:
-    """One tree of parameters in a pass: a placed node, or a plain tree cut into units."""
+    """One tree of parameters in a pass: a placed node, or a plain tree cut into units.
+
+    Attributes:
+        gathers: whether the ranks that agree on what comes next all take part when a unit enters.
+        prepare: is given each unit before anybody has it.
+        closed: whether the pass is over.
+    """
 
     def __init__(
         self,
@@ -121,19 +138,46 @@ class Source:
         self.sharded = isinstance(stored, Readable)
         self.node: Any = stored if isinstance(stored, Readable) and stored.streams else None
         box = stored if isinstance(stored, Replicated) else None
-        flat, rows = _in_memory(layout, stored)
-        of_tree = hooks, differentiated, self.sharded, flat, self.node, box, name_of
-        self.runs = [
-            UnitRun(owner, UnitInfo(layout, i, group, cut, index, owner.running), row, *of_tree)
-            for i, row in enumerate(rows)
-        ]
+        flat, self._in_memory = _in_memory(layout, stored)
+        self._of_tree = hooks, differentiated, self.sharded, flat, self.node, box, name_of
+        self.gathers, self.prepare = False, _as_it_is
+        self._runs: list[UnitRun | None] = [None] * len(layout.units)
+        self.closed = False
+
+    def run(self, i: int) -> UnitRun:
+        """A unit, made when it is asked for first: a stage of a pipeline asks for few of them."""
+        if (run := self._runs[i]) is None:
+            owner = self.owner
+            info = UnitInfo(self.layout, i, self.group, self.cut, self.index, owner.running)
+            run = self._runs[i] = UnitRun(owner, info, self._in_memory(i), *self._of_tree)
+            run.gathers = self.gathers
+            self.prepare(run)
+        return run
+
+    @property
+    def runs(self) -> list[UnitRun]:
+        """All units."""
+        return [self.run(i) for i in range(len(self._runs))]
+
+    @property
+    def made(self) -> list[UnitRun]:
+        """The units that somebody has asked for."""
+        return [run for run in self._runs if run is not None]
+
+    def close(self) -> None:
+        """Forget them."""
+        for run in self.made:
+            run.forget()
+            run.hooks, run.gathers = (), False  # some know their run
+        self._runs = [None] * len(self._runs)
+        self.prepare, self.closed = _as_it_is, True
 
     @cached_property
     def leaves_gaps(self) -> bool:
         """Whether the host's C library keeps much of what forward frees: activations of split
         leaves are small blocks, and freed ones between those in use stay in the heap."""
         split = self.layout.along is not None and self.differentiated
-        return split and all(x.device is None or kind(x.device) == "cpu" for x in self.runs)
+        return split and all(x.device is None or kind(x.device) == "cpu" for x in self.made)
 
     @property
     def direct(self) -> bool:
@@ -154,7 +198,7 @@ class Source:
             indices = range(len(layout.slots))
             return optree.tree_unflatten(layout.spec, [found.get(i) for i in indices])
         root = {layout.unit_of_flat[s.flat] for j in layout.root_leaves if (s := layout.slots[j])}
-        runs = [self.runs[i] for i in sorted(root)]
+        runs = [self.run(i) for i in sorted(root)]
         self.start(runs)
         for run in runs:
             found.update(run.leaves())
@@ -168,15 +212,7 @@ class Source:
         layout = self.layout
         if not layout.layers and layout.spec.is_leaf():
             return found.get(0)
-        items: list[Any] = []
-        at, k = 0, 0
-        while at < len(layout.slots) or k < len(layout.layers):
-            if k < len(layout.layers) and layout.layers[k].start == at:
-                items.append(ref(self, k))
-                at, k = layout.layers[k].stop, k + 1
-            else:
-                items.append(found.get(at))
-                at += 1
+        items = [found.get(at) if at >= 0 else ref(self, -1 - at) for at in layout.outline]
         return optree.tree_unflatten(layout.outer, items)
 
     def start(self, runs: Sequence[UnitRun]) -> None:
@@ -198,11 +234,11 @@ class Source:
             return self.sink.node()
         layout = self.layout
         flats: list[Tensor | None] = [None] * len(layout.flats)
-        for run in self.runs:
-            pending = results.get(run.key)
+        for unit, trainable in enumerate(layout.trainable_of_units):
+            pending = results.get((self.index, unit))
             arrived = None if pending is None else pending.wait()
-            for k, i in enumerate(run.info.trainable):
-                flats[i] = self._zeros(run, i) if arrived is None else arrived[k]
+            for k, i in enumerate(trainable):
+                flats[i] = self._zeros(self.run(unit), i) if arrived is None else arrived[k]
         return Sharded(layout, flats) if self.cut else Replicated(layout, flats=flats)
 
     def _zeros(self, run: UnitRun, flat: int) -> Tensor:
@@ -214,15 +250,19 @@ class Source:
         return torch.zeros(high - low, dtype=spec.dtype, device=run.device)
 
 
-def _in_memory(layout: Layout, stored: Tree) -> tuple[bool, list[list[Any]]]:
-    """Whether a tree lies in flats, and what of each of its units is in memory."""
+def _in_memory(layout: Layout, stored: Tree) -> tuple[bool, Callable[[int], list[Any]]]:
+    """Whether a tree lies in flats, and what gives that of a unit which is in memory."""
     if isinstance(stored, Readable) and stored.streams:
-        return True, [[] for _ in layout.units]
+        return True, lambda unit: []
     columns = stored.flats if isinstance(stored, Replicated | Sharded) else None
     if columns is not None:
-        return True, [[columns[i] for i in unit.flats] for unit in layout.units]
+        return True, lambda unit: [columns[i] for i in layout.units[unit].flats]
     leaves = leaves_of(layout, opened(stored))
-    return False, [[leaves[i] for i in indices] for indices, _ in layout.leaves_of_units]
+    return False, lambda unit: [leaves[i] for i in layout.leaves_of_units[unit][0]]
+
+
+def _as_it_is(run: UnitRun) -> None:
+    """Nothing is to be prepared."""
 
 
 class _Activation:

@@ -246,6 +246,15 @@ class Layout:
         )
 
     @cached_property
+    def outline(self) -> tuple[int, ...]:
+        """What ``outer`` has, in order: the index of a leaf, or ``-1 - k`` for layer ``k``."""
+        at, found = 0, list[int]()
+        for k, layer in enumerate(self.layers):
+            found += *range(at, layer.start), -1 - k
+            at = layer.stop
+        return (*found, *range(at, len(self.slots)))
+
+    @cached_property
     def units_of_layers(self) -> tuple[tuple[int, ...], ...]:
         """For each layer its units."""
         rows = (self.slots[layer.start : layer.stop] for layer in self.layers)

@@ -43,7 +43,7 @@ class LazySource:
 
     def hold(self, ref: Ref | None) -> None:
         """From now on parameters come from ``ref``; None: the call is over."""
-        self.ref, self.differentiable = ref, torch.is_grad_enabled()
+        self.ref, self.differentiable = ref, ref is not None and torch.is_grad_enabled()
 
     def fetch(self, name: str, path: Sequence[str | int]) -> Any:
         if self.differentiable and inside_function():

@@ -45,13 +45,13 @@ from zfunc.rehearsal.results import (
     replaced,
     structure,
 )
-from zfunc.rehearsal.shapes import shape_with
 from zfunc.rehearsal.sites import site
 from zfunc.rehearsal.values import is_same, is_value
 from zfunc.trees.nodes import Tree
 
 __all__ = ["ChunkRun", "Done"]
 
+PLAIN = frozenset((Tensor, Ghost))
 assert known  # what it knows of single functions holds here, too
 
 
@@ -357,7 +357,7 @@ class ChunkRun:
     ) -> Any:
         """What the ``layer`` hook comes to."""
         n = self.plan.positions.get(info.index)
-        if n is None or self.inside:
+        if n is None or self.within >= 0:
             return call(*xs, **kw)
         plan = self.plan.calls[n]
         if n < self.next and (plan.chunk == self.chunk or n in self.skipped):  # in backward
@@ -367,13 +367,14 @@ class ChunkRun:
             return call(*xs, **kw)
         if self.over and not self.plan.to_the_end:
             raise Done
-        plain = not kw and all(type(x) is Tensor or type(x) is Ghost for x in xs)
+        plain = not kw and PLAIN.issuperset(map(type, xs))
         ins = [*xs] if plain else flattened((xs, kw))[0]
         self._compare(n, plan, info, ins)
         self._meet(n, "in", ins)
         run = self._skip if plan.chunk != self.chunk else partial(self._compute, call)
         out = run(xs, kw, n, plan, ins)
-        self.between.behind(n)
+        if self.route.between:
+            self.between.behind(n)
         return out
 
     def _compare(self, n: int, plan: Called, info: LayerInfo, ins: Sequence[Any]) -> None:
@@ -466,8 +467,7 @@ class ChunkRun:
             self._give()
             if not self.plan.to_the_end:
                 raise Done
-        running = context.current()
-        if running is not None:
+        if plan.inside and (running := context.current()) is not None:
             running.layer_calls += plan.inside
         for p in plan.writes:
             self._written(ins[p], plan.chunk)
@@ -483,8 +483,7 @@ class ChunkRun:
         if type(x) is SameContainer:
             return around[x.position]
         if type(x) is Spec:
-            form = shape_with(x.shape, x.stride, x.dtype)
-            return ghost_like(form, x.device, chunk, x.needs_grad)
+            return ghost_like(x.form, x.device, chunk, x.needs_grad)
         return x
 
     def _written(self, x: Any, chunk: int) -> None:

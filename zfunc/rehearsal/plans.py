@@ -11,6 +11,7 @@ import torch
 
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.results import Rebuild, containers
+from zfunc.rehearsal.shapes import Shape, shape_with
 
 __all__ = ["MADE", "Called", "ChunkRoute", "Label", "Rehearsed", "Same", "SameContainer", "Spec"]
 
@@ -36,6 +37,11 @@ class Spec:
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    @cached_property
+    def form(self) -> Shape:
+        """Its shape, strides and dtype."""
+        return shape_with(self.shape, self.stride, self.dtype)
 
 
 @dataclass(frozen=True)

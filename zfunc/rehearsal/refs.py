@@ -85,13 +85,5 @@ def outer_tree(layout: Layout, layers: Sequence[Any], root: Mapping[int, Any]) -
     """The tree for a loss: something for each layer, and leaves outside of them by index."""
     if not layout.layers and layout.spec.is_leaf():
         return root.get(0)
-    items: list[Any] = []
-    at, k = 0, 0
-    while at < len(layout.slots) or k < len(layers):
-        if k < len(layers) and layout.layers[k].start == at:
-            items.append(layers[k])
-            at, k = layout.layers[k].stop, k + 1
-        else:
-            items.append(root.get(at))
-            at += 1
+    items = [root.get(at) if at >= 0 else layers[-1 - at] for at in layout.outline]
     return optree.tree_unflatten(layout.outer, items)
