@@ -99,7 +99,7 @@ class HostMessages(Messages):
         nbytes = sum(spec.nbytes for spec in specs)
         coming = Coming(self, call, peer, specs)
         self.expect(call, peer)
-        if nbytes:
+        if nbytes and not self._is_posted(nbytes):
             coming.post(not self._goes_along(call, peer, nbytes))
         return coming
 
@@ -192,12 +192,16 @@ class HostMessages(Messages):
         address = bytes(self._store.get(f"data/{peer}")).decode()
         return call_peer(host, address, self._rank, self._timeout)
 
+    def _is_posted(self, nbytes: int) -> bool:
+        """Whether a payload is so small that it never goes another way than with its header."""
+        return self._direct and nbytes <= POSTED_BYTES
+
     def _goes_along(self, call: Collective, peer: int, nbytes: int) -> bool:
         """Whether a payload is meant to go with its header; both ranks say the same."""
+        if self._is_posted(nbytes):
+            return True
         if not self._direct or nbytes > SHARED_BYTES:
             return False
-        if nbytes <= POSTED_BYTES:
-            return True
         with _TellingLost(self, call, peer):
             return self._channel.shares_memory(peer)
 
