@@ -22,7 +22,7 @@ from zfunc.layout.cutting import make_layout
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label, Rehearsed, Spec
-from zfunc.rehearsal.refs import Seam, outer_tree
+from zfunc.rehearsal.refs import Seam
 from zfunc.rehearsal.rehearsal import rehearse
 from zfunc.trees.nodes import NAMESPACE
 
@@ -154,7 +154,7 @@ class _Refs:
         ]
 
     def tree(self, root: Mapping[int, Any]) -> Any:
-        return outer_tree(self.layout, self.layers, root)
+        return self.layout.tree(root, self.layers.__getitem__)
 
 
 def _backward(

@@ -139,8 +139,7 @@ def forward(
     owner = new_pass(stage.running)
     owner.evaluating = True
     try:
-        source = stage.take_part(owner)
-        stage.hold(source)
+        source = stage.take_part(owner, stage.hold)
         owner.plan.order = [(source.index, u) for u in stage.layers(k)]
         run = stage.run_of(i, k, source)
         with stage.within(owner), torch.no_grad():

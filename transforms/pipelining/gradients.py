@@ -208,8 +208,7 @@ class _Step(PipelineStage):
         sums = SumsOfPass(self.root, self.sums[k], last=self.ends_with[k] == i)
         owner = new_pass(self.running, sums)
         owner.adds = owner.adds and (i, k) in self.adding
-        source = self.take_part(owner)
-        self.hold(source)
+        source = self.take_part(owner, self.hold)
         layers = [] if self.keeps else [(source.index, u) for u in self.layers(k)]
         order: Sequence[tuple[int, int]] = [*layers, *reversed(layers)]
         for transform in self.running.transforms:

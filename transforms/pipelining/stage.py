@@ -93,10 +93,12 @@ class PipelineStage:
         self.runs: weakref.WeakValueDictionary[tuple[int, int], ChunkRun]
         self.runs = weakref.WeakValueDictionary()
 
-    def take_part(self, owner: Pass) -> Source:
+    def take_part(self, owner: Pass, prepare: Callable[[UnitRun], None] | None = None) -> Source:
         """The parameters in a pass."""
         group = communication(self.running).group
-        return owner.add(self.layout, self.params, group, cut=True, differentiated=True)
+        return owner.add(
+            self.layout, self.params, group, cut=True, differentiated=True, prepare=prepare
+        )
 
     @property
     def gathering(self) -> Group:
@@ -224,11 +226,8 @@ class PipelineStage:
             run.values = value.wait()
         return run.acquire() if run.values is None else run.values
 
-    def hold(self, source: Source) -> None:
-        """Let units that enter once have the same values in this pass as in all others."""
-        source.prepare = self._hold
-
-    def _hold(self, run: UnitRun) -> None:
+    def hold(self, run: UnitRun) -> None:
+        """Let a unit that enters once have the same values in its pass as in all others."""
         u = run.info.index
         if self.keeps or self.layout.layer_of_unit[u] < 0:
             run.hooks = (partial(self._enters, run),)

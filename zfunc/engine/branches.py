@@ -160,8 +160,7 @@ class Ways:
             for branch in late:  # autograd that runs towards an end runs all that leads there
                 branch.early = True
         # Compiled by torch, a node refuses to run where others of its graph are to run once more.
-        kinds = {type(node): node for node in self.run_early()}
-        if any(_kind(node).compiled for node in kinds.values()):
+        if any(_kind(x).compiled for x in {type(x): x for x in self.run_early()}.values()):
             for branch in branches:
                 branch.early = True
 
@@ -219,7 +218,7 @@ def edge_of(x: Tensor | GradientEdge) -> Edge | None:
     with DisableTorchFunctionSubclass():  # of a leaf of a subclass it would give a view's edge
         if (node := x.grad_fn) is not None:
             return node, x.output_nr
-        # What torch's get_gradient_edge does, which is most of the time that a small graph takes.
+        # As torch's get_gradient_edge does it, by fewer calls, where gradients are recorded.
         recorded: Any = x.view_as(x).grad_fn
         return recorded.next_functions[0] if recorded else get_gradient_edge(x)[:2]
 

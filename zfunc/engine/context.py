@@ -59,10 +59,10 @@ class Context(Memory):
         made.__dict__.update(self.__dict__)
         return made
 
-    def next_scope(self) -> AbstractContextManager[Any] | None:
-        """The scope of randomness of the next layer that is called, if it has one of its own."""
+    def next_layer(self) -> tuple[int, Callable[[int], AbstractContextManager[Any]] | None]:
+        """The next layer that is called, and what makes its scope of randomness, if it has one."""
         index, self.layer_calls = self.layer_calls, self.layer_calls + 1
-        return None if self.layer_scope is None else self.layer_scope(index)
+        return index, self.layer_scope
 
     def __post_init__(self) -> None:
         # Not when asked: each microbatch has a copy of its own, and each layer asks.

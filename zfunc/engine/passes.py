@@ -115,12 +115,14 @@ class Pass:
         differentiated: bool,
         spills: bool = True,
         name_of: Callable[[str], str] = str,
+        prepare: Callable[[UnitRun], None] | None = None,
     ) -> Source:
         """Let one more tree take part.
 
         Args:
             spills: whether its gradients may leave memory.
             name_of: from a leaf's path in it to that in all parameters.
+            prepare: is given each of its units before anybody has it.
         """
         middle = [gather] if isinstance(stored, Readable) else []
         hooks = [*self.before, *middle, *self.after]
@@ -128,7 +130,7 @@ class Pass:
         sink = None if spill is None else spill(layout, cut)
         index = len(self.sources)
         source = Source(
-            self, index, layout, stored, group, cut, differentiated, hooks, sink, name_of
+            self, index, layout, stored, group, cut, differentiated, hooks, sink, name_of, prepare
         )
         self.sources.append(source)
         self.plan.add(layout, source.run)
@@ -261,7 +263,7 @@ class Pass:
         accord = self.accord
         if accord is not None:
             accord.rest()
-        for index, unit in self.waiting:
+        for index, unit in self.waiting:  # kept by an earlier pass, and perhaps not asked for here
             if index < len(self.sources):
                 self.sources[index].run(unit)
         for source in self.sources:
@@ -364,8 +366,7 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     running = context.current()
     if running is None:
         return _compute(fn, params, xs, kw)
-    index, scope_of = running.layer_calls, running.layer_scope
-    running.layer_calls = index + 1
+    index, scope_of = running.next_layer()
 
     def call(*xs: Any, **kw: Any) -> Any:
         inner = fn if scope_of is None else _scoped(fn, scope_of(index))

@@ -6,7 +6,7 @@ A layer is a :class:`LayerRef`. Its parameters enter when it is called, and are 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import optree
@@ -131,6 +131,7 @@ class Source:
         hooks: Sequence[Callable[..., Any]],
         sink: Any,
         name_of: Callable[[str], str],
+        prepare: Callable[[UnitRun], None] | None,
     ) -> None:
         self.owner, self.index, self.layout, self.group = owner, index, layout, group
         self.hooks, self.sink, self.cut, self.differentiated = hooks, sink, cut, differentiated
@@ -140,7 +141,7 @@ class Source:
         box = stored if isinstance(stored, Replicated) else None
         flat, self._in_memory = _in_memory(layout, stored)
         self._of_tree = hooks, differentiated, self.sharded, flat, self.node, box, name_of
-        self.gathers, self.prepare = False, _as_it_is
+        self.gathers, self.prepare = False, prepare
         self._runs: list[UnitRun | None] = [None] * len(layout.units)
         self.closed = False
 
@@ -151,7 +152,8 @@ class Source:
             info = UnitInfo(self.layout, i, self.group, self.cut, self.index, owner.running)
             run = self._runs[i] = UnitRun(owner, info, self._in_memory(i), *self._of_tree)
             run.gathers = self.gathers
-            self.prepare(run)
+            if self.prepare is not None:
+                self.prepare(run)
         return run
 
     @property
@@ -170,7 +172,7 @@ class Source:
             run.forget()
             run.hooks, run.gathers = (), False  # some know their run
         self._runs = [None] * len(self._runs)
-        self.prepare, self.closed = _as_it_is, True
+        self.prepare, self.closed = None, True  # it knows the stage, which knows this
 
     @cached_property
     def leaves_gaps(self) -> bool:
@@ -209,11 +211,7 @@ class Source:
     ) -> Tree:
         """The tree with these leaves, by leaf index, outside of layers, and references for
         layers, made by ``ref``."""
-        layout = self.layout
-        if not layout.layers and layout.spec.is_leaf():
-            return found.get(0)
-        items = [found.get(at) if at >= 0 else ref(self, -1 - at) for at in layout.outline]
-        return optree.tree_unflatten(layout.outer, items)
+        return self.layout.tree(found, partial(ref, self))
 
     def start(self, runs: Sequence[UnitRun]) -> None:
         """Start the entry of units that are needed together, before any is waited for."""
@@ -259,10 +257,6 @@ def _in_memory(layout: Layout, stored: Tree) -> tuple[bool, Callable[[int], list
         return True, lambda unit: [columns[i] for i in layout.units[unit].flats]
     leaves = leaves_of(layout, opened(stored))
     return False, lambda unit: [leaves[i] for i in layout.leaves_of_units[unit][0]]
-
-
-def _as_it_is(run: UnitRun) -> None:
-    """Nothing is to be prepared."""
 
 
 class _Activation:

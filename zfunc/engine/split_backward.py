@@ -322,11 +322,11 @@ def _run(
         return [None] * len(goals)
     # Not by torch.autograd.grad, which looks at every shape again: a third of the time of a unit.
     found: Sequence[Tensor | None] = _engine_run_backward(
-        tuple([GradientEdge(*edge) for edge, _ in roots]),
-        tuple([grad for _, grad in roots]),
+        tuple(GradientEdge(*edge) for edge, _ in roots),
+        tuple(grad for _, grad in roots),
         keep,
         False,  # no graph of it
-        tuple([GradientEdge(*edge) for edge in goals]),
+        tuple(GradientEdge(*edge) for edge in goals),
         allow_unreachable=True,
         accumulate_grad=False,
     )

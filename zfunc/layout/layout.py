@@ -246,13 +246,21 @@ class Layout:
         )
 
     @cached_property
-    def outline(self) -> tuple[int, ...]:
+    def _outline(self) -> tuple[int, ...]:
         """What ``outer`` has, in order: the index of a leaf, or ``-1 - k`` for layer ``k``."""
         at, found = 0, list[int]()
         for k, layer in enumerate(self.layers):
             found += *range(at, layer.start), -1 - k
             at = layer.stop
         return (*found, *range(at, len(self.slots)))
+
+    def tree(self, leaves: Mapping[int, Any], layer: Callable[[int], Any]) -> Tree:
+        """The tree of these leaves outside of layers, by index, and of what ``layer`` gives for the
+        index of each layer."""
+        if not self.layers and self.spec.is_leaf():
+            return leaves.get(0)
+        items = [leaves.get(at) if at >= 0 else layer(-1 - at) for at in self._outline]
+        return optree.tree_unflatten(self.outer, items)
 
     @cached_property
     def units_of_layers(self) -> tuple[tuple[int, ...], ...]:

@@ -217,10 +217,10 @@ class Template:
             params = self.values[i]
             # What layer() comes to where nothing surrounds layers, without its price.
             if isinstance(params, dict) and ((running := current()) is None or not running.around):
-                scope = None if running is None else running.next_scope()
-                if scope is None:
+                index, scope_of = (0, None) if running is None else running.next_layer()
+                if scope_of is None:
                     return forward(*args, **kwargs)
-                with scope:
+                with scope_of(index):
                     return forward(*args, **kwargs)
             return layer(LayerCall(self, i), params, *args, **kwargs)
 

@@ -51,8 +51,10 @@ from zfunc.trees.nodes import Tree
 
 __all__ = ["ChunkRun", "Done"]
 
-PLAIN = frozenset((Tensor, Ghost))
 assert known  # what it knows of single functions holds here, too
+
+
+LEAVES = frozenset((Tensor, Ghost))  # among arguments: they need not be flattened
 
 
 class Done(BaseException):
@@ -367,7 +369,7 @@ class ChunkRun:
             return call(*xs, **kw)
         if self.over and not self.plan.to_the_end:
             raise Done
-        plain = not kw and PLAIN.issuperset(map(type, xs))
+        plain = not kw and LEAVES.issuperset(map(type, xs))
         ins = [*xs] if plain else flattened((xs, kw))[0]
         self._compare(n, plan, info, ins)
         self._meet(n, "in", ins)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -16,7 +16,7 @@ from zfunc.layout.layout import Layout
 from zfunc.rehearsal.ghosts import RUN, ghost_leaves
 from zfunc.trees.nodes import Tree, register
 
-__all__ = ["GhostRef", "Seam", "StageRef", "outer_tree"]
+__all__ = ["GhostRef", "Seam", "StageRef"]
 
 
 class Seam(Transform):
@@ -79,11 +79,3 @@ for kind in (GhostRef, StageRef):  # as what stands there where there is no pipe
         lambda ref: ((ref.force(),), None, ("",)),
         lambda _, children: children[0],
     )
-
-
-def outer_tree(layout: Layout, layers: Sequence[Any], root: Mapping[int, Any]) -> Tree:
-    """The tree for a loss: something for each layer, and leaves outside of them by index."""
-    if not layout.layers and layout.spec.is_leaf():
-        return root.get(0)
-    items = [root.get(at) if at >= 0 else layers[-1 - at] for at in layout.outline]
-    return optree.tree_unflatten(layout.outer, items)

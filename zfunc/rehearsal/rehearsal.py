@@ -53,7 +53,7 @@ from zfunc.rehearsal.known import nothing_sent
 from zfunc.rehearsal.made_up import MadeUp, calls_in, memory_id, unmark, version_of
 from zfunc.rehearsal.own_copies import OwnCopies
 from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, SameContainer, Spec
-from zfunc.rehearsal.refs import GhostRef, Seam, outer_tree
+from zfunc.rehearsal.refs import GhostRef, Seam
 from zfunc.rehearsal.repeats import Repeats
 from zfunc.rehearsal.results import containers, flattened, is_array, structure, tensors_in
 from zfunc.rehearsal.silence import silent
@@ -194,7 +194,7 @@ class _Rehearsal:
         running = context.current() or Context()
         every = range(len(self.layout.slots))
         leaves = ghost_leaves(self.layout, self.device, running.compute, every)
-        tree = outer_tree(self.layout, self._refs(leaves), leaves)
+        tree = self.layout.tree(leaves, self._refs(leaves).__getitem__)
         given, copies = _copied((args, kwargs))
         for x, _ in copies:
             self.own.own(x)

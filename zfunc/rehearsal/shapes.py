@@ -32,9 +32,6 @@ class Shape:
     def __init__(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.stride, self.dtype = shape, stride, dtype
 
-    def __reduce__(self) -> Any:
-        return shape_with, (self.shape, self.stride, self.dtype)  # a copy is the same object
-
     def meta(self) -> Tensor:
         """A tensor like that, without memory."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=META)
@@ -136,25 +133,22 @@ class Arguments:
         self.known = True
         key: list[Any] = [func, torch.get_default_dtype()]
         for x in args:
-            if (kind := type(x)) in COMPARED:
-                key += kind, x
-            else:
-                self._see(x, key, shape)
+            self._see(x, key, shape)
         for name, x in kwargs.items():
-            key += (name,)
+            key.append(name)
             if name == "device" and x is not None:
                 self.device = torch.device(x)
-            elif (kind := type(x)) in COMPARED:
-                key += kind, x
             else:
                 self._see(x, key, shape)
         self.key = tuple(key) if self.known else None
 
     def _see(self, x: Any, key: list[Any], shape: Callable[[Tensor], Shape]) -> None:
         kind = type(x)
-        if isinstance(x, Tensor):
+        if kind in COMPARED:  # most are
+            key += kind, x
+        elif isinstance(x, Tensor):
             self.tensors.append(x)
-            key += (shape(x),)
+            key.append(shape(x))
         elif kind is tuple or kind is list or kind is torch.Size:
             key.append((kind, len(x)))
             for item in x:
@@ -165,8 +159,6 @@ class Arguments:
                 self._see(item, key, shape)
         elif kind is torch.device:
             self.device = x
-        elif kind in COMPARED:
-            key += kind, x
         elif kind is dict:
             key.append((dict, len(x)))
             for name, item in x.items():
