@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from zfunc.schedules.actions import UNIT, Action
 
 __all__ = ["ListScheduling", "Preference"]
 
 # Of several actions that a rank could begin at the same time it takes the one with the least key.
-Preference = Callable[[str, int, int], tuple[int, ...]]
-Candidate = tuple[float, tuple[int, ...], Action]
+Preference = Callable[[str, int, int], tuple[float, ...]]
+Candidate = tuple[float, bool, tuple[float, ...], Action]
 
 
 class ListScheduling:
@@ -32,6 +33,9 @@ class ListScheduling:
         room: how many chunks each rank may have between F and the end of backward.
         prefer: the key of an action given its kind, microbatch and chunk.
         spare: how many places on a rank are for the last of its chunks alone.
+        ahead: between these two times a rank prefers, of all that could begin at once, what does
+            not need a value of another rank that is sent only then. So messages are under way
+            while ranks compute.
     """
 
     def __init__(
@@ -42,10 +46,11 @@ class ListScheduling:
         room: Sequence[int],
         prefer: Preference,
         spare: int = 0,
+        ahead: tuple[float, float] = (inf, inf),
     ) -> None:
         ranks = len(room)
         self.rank_of, self.microbatches, self.kinds = rank_of, microbatches, kinds
-        self.room, self.prefer, self.spare = list(room), prefer, spare
+        self.room, self.prefer, self.spare, self.ahead = list(room), prefer, spare, ahead
         self.own = [[k for k, r in enumerate(rank_of) if r == rank] for rank in range(ranks)]
         self.rows: list[list[Action]] = [[] for _ in range(ranks)]
         self.end: dict[tuple[str, int, int], float] = {}
@@ -62,8 +67,8 @@ class ListScheduling:
             found = best[rank]
             if found is None or found[0] != start:
                 continue  # superseded
-            self._take(rank, start, found[2])
-            for other in self._touched(rank, found[2].chunk):
+            self._take(rank, start, found[-1])
+            for other in self._touched(rank, found[-1].chunk):
                 new = best[other] = self._candidate(other)
                 if new is not None:
                     heappush(heap, (new[0], other))
@@ -86,12 +91,18 @@ class ListScheduling:
                 i = self.next[kind, k]
                 if i == self.microbatches or (kind == "F" and not self._has_room(rank, i, k)):
                     continue
-                start = self._start(rank, kind, i, k)
-                if start is not None:
-                    new = start, self.prefer(kind, i, k), Action(kind, i, k)
+                comes = self._comes(kind, i, k)
+                if comes is not None:
+                    end, other = comes
+                    start = max(self.free[rank], end)
+                    late = start == end and other != rank and self._is_ahead(start)
+                    new = start, late, self.prefer(kind, i, k), Action(kind, i, k)
                     if found is None or new < found:
                         found = new
         return found
+
+    def _is_ahead(self, time: float) -> bool:
+        return self.ahead[0] <= time <= self.ahead[1]
 
     def _has_room(self, rank: int, i: int, k: int) -> bool:
         """Whether forward of a microbatch in a chunk may begin."""
@@ -102,21 +113,22 @@ class ListScheduling:
         oldest = min(self.next[last, k] for k in own)
         return i == oldest or all(self.next["F", k] > oldest for k in own)
 
-    def _start(self, rank: int, kind: str, i: int, k: int) -> float | None:
-        """When an action could begin, or None as long as something that it needs is not chosen."""
+    def _comes(self, kind: str, i: int, k: int) -> tuple[float, int] | None:
+        """When what an action needs is there, and from which rank it comes; None as long as
+        something that it needs is not chosen."""
         if kind == "F":
-            return self.free[rank] if k == 0 else self._after(rank, ("F", i, k - 1))
+            return self._end("F", i, k - 1) if k else (0.0, self.rank_of[0])
         if kind == "W":
-            return self._after(rank, ("I", i, k))
+            return self._end("I", i, k)
         if ("F", i, k) not in self.end:
             return None
         if k == len(self.rank_of) - 1:
-            return self._after(rank, ("F", i, k))
-        return self._after(rank, (kind, i, k + 1))
+            return self._end("F", i, k)
+        return self._end(kind, i, k + 1)
 
-    def _after(self, rank: int, need: tuple[str, int, int]) -> float | None:
-        end = self.end.get(need)
-        return None if end is None else max(self.free[rank], end)
+    def _end(self, kind: str, i: int, k: int) -> tuple[float, int] | None:
+        end = self.end.get((kind, i, k))
+        return None if end is None else (end, self.rank_of[k])
 
     def _take(self, rank: int, start: float, action: Action) -> None:
         kind, _, chunk = action
