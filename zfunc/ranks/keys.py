@@ -191,16 +191,13 @@ _GLOBAL = threading.Lock()
 _thread = _Thread()
 
 
-def _generators() -> list[torch.Generator]:
+def _save() -> State:
+    found = [(torch.default_generator, torch.default_generator.get_state())]
     recorded = _watchers and _watchers[-1].recording  # then the GPU's is the graph's
     if not recorded and torch.cuda.is_initialized():
         device = torch.cuda.default_generators[torch.cuda.current_device()]
-        return [torch.default_generator, device]
-    return [torch.default_generator]
-
-
-def _save() -> State:
-    return [(generator, generator.get_state()) for generator in _generators()]
+        found.append((device, device.get_state()))
+    return found
 
 
 def _restore(state: State) -> None:
@@ -209,10 +206,13 @@ def _restore(state: State) -> None:
 
 
 def _acquire() -> None:
+    _thread.owner = _GLOBAL.acquire(blocking=False)
+    if _thread.owner:
+        return
     # On CUDA backward runs in autograd's own threads. Whoever started it waits for them, perhaps
     # inside a scope: there they are guests, and waiting for the lock would be for ever.
     guest = isinstance(threading.current_thread(), threading._DummyThread)
-    _thread.owner = _GLOBAL.acquire(blocking=not guest)
+    _thread.owner = not guest and _GLOBAL.acquire()
 
 
 def _release() -> None:
@@ -246,7 +246,7 @@ class scope:
     __slots__ = ("path", "seed")
 
     def __init__(self, key: Key) -> None:
-        self.seed, self.path = _signed(_word(key)), path_of(key)
+        self.seed, self.path = _word(key), path_of(key)
 
     @classmethod
     def folded(cls, key: Key) -> Callable[[int], scope]:
@@ -255,11 +255,11 @@ class scope:
 
     def inner(self) -> Callable[[int], scope]:
         """``data -> scope(fold_in(key, data))`` for the key of this one."""
-        stem, path, cls = _mix((self.seed & _WORD) ^ _FOLD), self.path, type(self)
+        stem, path, cls = _mix(self.seed ^ _FOLD), self.path, type(self)
 
         def of(data: int) -> scope:
             made = cls.__new__(cls)
-            made.seed = _signed(_mix(stem + _GOLDEN * data))
+            made.seed = _mix(stem + _GOLDEN * data)
             made.path = None if path is None else (*path, data)
             return made
 
@@ -276,7 +276,8 @@ class scope:
 
     def __exit__(self, *exception: Any) -> None:
         scopes = _thread.found
-        _restore(scopes.pop())
+        for generator, value in scopes.pop():
+            generator.set_state(value)
         if _watchers:
             _watchers[-1].leave()
         if not scopes:
