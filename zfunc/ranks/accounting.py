@@ -62,10 +62,10 @@ class Ledger:
             self.calls += 1
             self.by_kind[kind] += payload
             self.by_kind[HEADER] += headers
-            self.by_label[label] += payload
+            self.by_label[label] = self.by_label.get(label, 0) + payload  # labels are often new
             self.by_axis[axis] += payload
-            self.headers_by_label[label] += headers
-            self.calls_by_label[label] += 1
+            self.headers_by_label[label] = self.headers_by_label.get(label, 0) + headers
+            self.calls_by_label[label] = self.calls_by_label.get(label, 0) + 1
 
 
 @contextmanager
