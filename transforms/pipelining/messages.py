@@ -72,7 +72,7 @@ class Wire:
         self.ranks = ranks
         self.sent = {m.key: m for m in every[ranks.rank]}
         self.coming = {
-            rank: deque(m for m in row if m.to == ranks.rank)
+            rank: deque([m for m in row if m.to == ranks.rank])
             for rank, row in enumerate(every)
             if rank != ranks.rank
         }
@@ -93,12 +93,8 @@ class Wire:
             self.here[key] = [x.detach() for x in tensors]
             return
         self.under_way.append(send(self.ranks, tensors, message.to, label=message.label))
-        self._let_go()
-
-    def _let_go(self) -> None:
-        """What has left is not held until the end of the step."""
         sent, self.under_way = self.under_way, []
-        for handle in sent:
+        for handle in sent:  # what has left is not held until the end of the step
             if handle.done:
                 handle.wait()  # at once, and raises where its receiver is gone
             else:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,14 +32,15 @@ from zfunc.ranks.routes import (
     goes_whole,
     reduce_scatter_bytes,
 )
-from zfunc.ranks.transfers import Direction, TensorSpec, Transfer, TransferHandle
-from zfunc.ranks.transport import Collective, Steps, Transport, announced
+from zfunc.ranks.transfers import Direction, TensorSpec, TransferHandle
+from zfunc.ranks.transport import Collective, Steps, Transport, announced, announcement
 from zfunc.ranks.world import World
 
 __all__ = ["ConnectedGroup", "PendingHandle"]
 
 T = TypeVar("T")
 
+NBYTES = attrgetter("nbytes")
 INFLIGHT_BYTES = 64 * 2**20  # that unfinished reductions may hold in the host's memory
 
 
@@ -122,6 +123,7 @@ class ConnectedGroup(Group):
 
     Attributes:
         epoch: how often it was made anew.
+        failure: why it takes part in nothing any longer, if it does not.
 
     Args:
         connect: makes its transport, now and in each of the world's next epochs.
@@ -133,7 +135,7 @@ class ConnectedGroup(Group):
         self._connect, self._transport = connect, connect()
         self.rank, self.size = self._transport.rank, self._transport.size
         self.epoch = 0
-        self._failure: DesyncError | None = None
+        self.failure: DesyncError | None = None
         self._under_way: set[Steps[Any] | None] = set()  # the cycle collector would close them
         self._dropped: list[PendingHandle[Any]] = []
         self._in_turn: list[weakref.ref[PendingHandle[Any]]] = []
@@ -161,19 +163,24 @@ class ConnectedGroup(Group):
 
     def connect(self, directions: Sequence[Direction]) -> None:
         """Prepare for messages (:func:`zfunc.ranks.point_to_point.connect`)."""
-        self._refuse_if_failed("connect", "")
+        if self.failure is not None:
+            self._refuse("connect", "")
         self._failing(lambda: self._transport.messages.connect(directions))
 
     def send(
         self, label: str, what: tuple[Any, ...], parts: Sequence[Tensor], to: int
     ) -> Handle[None]:
         """Send contiguous tensors (:func:`zfunc.ranks.point_to_point.send`)."""
-        self._refuse_if_failed("send", label)
+        if self.failure is not None:
+            self._refuse("send", label)
         if to == self.rank:
             return TransferHandle(self._own.put(label, what, parts), self)
         call = self._message("send", label, what, to)
-        self._book(call, sum(x.nbytes for x in parts), HEADER_BYTES)
-        return self._moved(self._transport.messages.send, call, to, parts)
+        self._book(call, sum(map(NBYTES, parts)), HEADER_BYTES)
+        try:
+            return TransferHandle(self._transport.messages.send(call, to, parts), self)
+        except DesyncError as error:
+            return TransferHandle(error, self)
 
     def receive(
         self,
@@ -184,34 +191,32 @@ class ConnectedGroup(Group):
         source: int,
     ) -> Handle[list[Tensor]]:
         """Receive such tensors (:func:`zfunc.ranks.point_to_point.receive`)."""
-        self._refuse_if_failed("receive", label)
+        if self.failure is not None:
+            self._refuse("receive", label)
         if source == self.rank:
             return TransferHandle(self._own.get(label, what), self)
         call = self._message("receive", label, what, source)
-        return self._moved(self._transport.messages.receive, call, source, specs, device)
+        try:
+            coming = self._transport.messages.receive(call, source, specs, device)
+            return TransferHandle(coming, self)
+        except DesyncError as error:
+            return TransferHandle(error, self)
 
     def _message(self, kind: str, label: str, what: tuple[Any, ...], peer: int) -> Collective:
         """Number a message in its direction. Both of its ranks give it one digest."""
         self._numbers[kind, peer] += 1
-        return Collective(kind, label, announced("message", label, what), self._numbers[kind, peer])
+        digest, _ = announcement("message", label, what)
+        return Collective(kind, label, digest, self._numbers[kind, peer])
 
-    def _moved(self, start: Callable[..., Transfer[T]], *args: Any) -> TransferHandle[T]:
-        try:
-            return TransferHandle(start(*args), self)
-        except DesyncError as error:
-            return TransferHandle(error, self)
-
-    def why_lost(self, epoch: int) -> DesyncError | None:
-        """Why a message that was issued in that epoch will not come, if it will not."""
+    def why_lost(self, epoch: int) -> DesyncError:
+        """Why a message of that epoch will not come: the epoch is over, or there is a failure."""
         if epoch != self.epoch:
             return _stale()
-        if self._failure is None:
-            return None
-        return DesyncError(f"the group {self.axis!r} failed before: {self._failure}")
+        return DesyncError(f"the group {self.axis!r} failed before: {self.failure}")
 
     def fail(self, error: DesyncError) -> None:
         """Give up because of a message."""
-        if self._failure is None:
+        if self.failure is None:
             self._fail(error)
 
     def _failing(self, check: Callable[[], None]) -> None:
@@ -277,17 +282,17 @@ class ConnectedGroup(Group):
         self, kind: str, label: str, what: tuple[Any, ...], data: Tensor | None
     ) -> Collective:
         """Number and announce a collective on ``data``."""
-        self._refuse_if_failed(kind, label)
+        if self.failure is not None:
+            self._refuse(kind, label)
         self._ask_gate(kind, label)
         self.issued += 1
         self.hosted += self._transport.hosted(data)
         return Collective(kind, label, announced(kind, label, what), self.issued)
 
-    def _refuse_if_failed(self, kind: str, label: str) -> None:
-        if self._failure is not None:
-            raise DesyncError(
-                f"{kind}({label!r}): the group {self.axis!r} failed before: {self._failure}"
-            ) from self._failure
+    def _refuse(self, kind: str, label: str) -> NoReturn:
+        raise DesyncError(
+            f"{kind}({label!r}): the group {self.axis!r} failed before: {self.failure}"
+        ) from self.failure
 
     def _cost(self, kind: str, data: Tensor, args: tuple[Any, ...]) -> tuple[int, int | None]:
         """The bytes that this rank sends, and those that a reduction holds until it is complete."""
@@ -322,11 +327,11 @@ class ConnectedGroup(Group):
         self._give_up(error)
         for group in self._connected():
             group._transport.abort()
-            if group._failure is None:
+            if group.failure is None:
                 group._give_up(error)
 
     def _give_up(self, error: DesyncError) -> None:
-        self._failure = error
+        self.failure = error
         if self._transport.in_rounds(None):  # partners far away wait for what would come next
             for handle in self._unfinished():
                 handle._abandon(error)
@@ -368,11 +373,11 @@ class ConnectedGroup(Group):
         return [*dropped, *self._taking_turns()]
 
     def finish(self) -> None:
-        if self._failure is None:
+        if self.failure is None:
             for handle in self._unfinished():
                 handle.wait()
             self._finish_dropped()
-            if not any(group._failure for group in self._connected()):  # or nobody may ask for it
+            if not any(group.failure for group in self._connected()):  # or nobody may ask for it
                 self._failing(self._transport.messages.finish)
             self.settle()
 
@@ -380,7 +385,7 @@ class ConnectedGroup(Group):
         self._transport.hang_up()
 
     def stop(self, error: DesyncError) -> None:
-        if self._failure is None:
+        if self.failure is None:
             self._fail(error)
         self._transport.hang_up()
 
@@ -394,7 +399,7 @@ class ConnectedGroup(Group):
         self._in_turn.clear()
         self._begin_messages()
         self.issued = self.hosted = 0
-        self._failure = None
+        self.failure = None
         self._transport = self._connect()
 
     @property
@@ -404,10 +409,10 @@ class ConnectedGroup(Group):
     def _finish_dropped(self) -> None:
         while self._dropped:
             handle = self._dropped.pop(0)
-            if self._failure is None:
+            if self.failure is None:
                 handle.wait()
             else:  # nobody takes part any longer
-                handle._abandon(self._failure)
+                handle._abandon(self.failure)
 
 
 def _stale() -> DesyncError:

@@ -102,6 +102,7 @@ class ControlChannel:
         self._watched.register(self._server, selectors.EVENT_READ)
         self._wakes: tuple[socket.socket, socket.socket] | None = None
         # Held by the finaliser, so that they are closed before the garbage collector meets them.
+        # The server is among them for as long as the channel is open.
         self._open: set[Closable] = {self._server, self._watched}
         self.close = weakref.finalize(self, _close, self._open)
         self.close.atexit = False
@@ -150,7 +151,7 @@ class ControlChannel:
             OSError: the peer is gone, or out of step with another one.
         """
         while self._heard[peer] < ticket:
-            self._read_on(peer)
+            self._read(peer, self._timeout)
         digest, length, _ = self._early[peer, ticket]
         return digest, length
 
@@ -175,7 +176,7 @@ class ControlChannel:
             OSError: the peer is gone, or out of step with another one.
         """
         while (peer, number) not in self._notes:
-            self._read_on(peer)
+            self._read(peer, self._timeout)
         self._fill(peer, self._notes.pop((peer, number)), into)
 
     def expect(self, peer: int) -> None:
@@ -186,7 +187,8 @@ class ControlChannel:
         Raises:
             TimeoutError: it did not join the group in time.
         """
-        self._check_open()
+        if self._server not in self._open:
+            raise _hung_up()
         if peer not in self._to and peer not in self._hung_up:
             try:
                 self._call(peer)
@@ -201,12 +203,17 @@ class ControlChannel:
         return HERE if host == self._host else address
 
     def send_message(
-        self, peer: int, digest: int, name: str, length: int, parts: Sequence[memoryview] = ()
+        self,
+        peer: int,
+        digest: int,
+        name: Callable[[int], str],
+        length: int,
+        parts: Sequence[memoryview] = (),
     ) -> bool:
         """Send the header of a message to this peer alone; messages are in an order of their own.
 
         Args:
-            name: what the digest is of, for an error of the peer.
+            name: of a digest, what that is of, for an error of the peer.
             length: bytes of the payload.
             parts: the payload, if it goes with the header.
 
@@ -217,13 +224,15 @@ class ControlChannel:
             TimeoutError: the peer did not read in time.
             OSError: the peer is gone.
         """
-        self._check_open()
+        if self._server not in self._open:
+            raise _hung_up()
         if peer not in self._to:
             self._call(peer)
-        if _remembered(self._told[peer], digest, None):
-            text = digest.to_bytes(8, "little") + name.encode()
+        if digest not in self._told[peer]:
+            _remember(self._told[peer], digest, None)
+            text = digest.to_bytes(8, "little") + name(digest).encode()
             self._push(peer, memoryview(HEADER.pack(NAME, len(text)) + text))
-        where, size = b"", sum(map(len, parts))
+        where, size = b"", length if parts else 0
         if size > POSTED_BYTES:
             if (place := self._outbox.put_together(parts, peer)) is not None:
                 where = WHERE.pack(place.slot, place.size, place.start)
@@ -241,13 +250,13 @@ class ControlChannel:
             OSError: the peer is gone, or out of step with another one.
         """
         while self._arrived[peer] < number:
-            self._read_on(peer)
+            self._read(peer, self._timeout)
         digest, length, payload = self._messages[peer, number]
         return digest, length, bool(payload)
 
     def has_message(self, peer: int, number: int) -> bool:
         """Whether the header of a message is there; this waits for nothing."""
-        if self._arrived[peer] < number and self.close.alive:
+        if self._arrived[peer] < number and self._server in self._open:
             self._sort_out(self._watched.select(0))
         return self._arrived[peer] >= number
 
@@ -262,7 +271,8 @@ class ControlChannel:
     def waker(self) -> Callable[[], None]:
         """A function that another thread calls to end a wait in :meth:`wait_until`."""
         if self._wakes is None:
-            self._check_open()
+            if self._server not in self._open:
+                raise _hung_up()
             self._wakes = socket.socketpair()
             for sock in self._wakes:
                 sock.setblocking(False)
@@ -288,7 +298,8 @@ class ControlChannel:
         """
         deadline, gone = time.monotonic() + self._timeout, ""
         while not is_over():
-            self._check_open()
+            if self._server not in self._open:
+                raise _hung_up()
             if peer in self._texts:
                 raise ConnectionAbortedError(f"it stopped in {self._texts[peer]}")
             if not gone and (peer in self._ends or peer in self._hung_up):
@@ -312,7 +323,7 @@ class ControlChannel:
         """Send a text to every peer with a connection either way; they get it with :meth:`ask`."""
         data = text.encode()
         for _ in range(ROUNDS):  # who has called, and not been heard
-            if self.close.alive and (ready := self._watched.select(0)):
+            if self._server in self._open and (ready := self._watched.select(0)):
                 self._sort_out(ready)
         for peer in {*self._to, *self._from} - self._ends.keys():
             try:
@@ -337,7 +348,8 @@ class ControlChannel:
         return self._texts.get(peer)
 
     def _write(self, peer: int, kind: int, number: int, payload: memoryview) -> None:
-        self._check_open()
+        if self._server not in self._open:
+            raise _hung_up()
         if peer not in self._to:
             self._call(peer)
         data = HEADER.pack(kind, number | WITH if payload else number)
@@ -360,17 +372,15 @@ class ControlChannel:
                 deadline = deadline or time.monotonic() + self._timeout
                 self._serve(deadline, pushing=peer)
 
-    def _read_on(self, peer: int) -> None:
-        if peer in self._texts:
-            raise ConnectionAbortedError(f"it stopped in {self._texts[peer]}")
-        self._read(peer, self._timeout)
-
     def _read(self, peer: int, seconds: float) -> None:
         """Wait for something from a peer, and read what the others write meanwhile.
 
         They may write more than the kernel holds before they send what this rank waits for.
         """
-        self._check_open()
+        if peer in self._texts:
+            raise ConnectionAbortedError(f"it stopped in {self._texts[peer]}")
+        if self._server not in self._open:
+            raise _hung_up()
         before = self._reads[peer]
         self._take_in(peer)
         deadline, late = time.monotonic() + seconds, False
@@ -386,10 +396,6 @@ class ControlChannel:
                 if late:
                     raise ConnectionResetError(CLOSED) from None
                 raise
-
-    def _check_open(self) -> None:
-        if not self.close.alive:
-            raise ConnectionAbortedError("this rank has hung up")
 
     def _take_in(self, peer: int) -> None:
         """Keep the messages that have arrived from a peer."""
@@ -412,26 +418,26 @@ class ControlChannel:
     def _sort(self, peer: int, part: bytes) -> None:
         data = self._unread[peer]
         data += part
-        start = 0
-        while len(data) >= start + HEADER_BYTES:
+        start, end = 0, len(data)
+        while end >= start + HEADER_BYTES:
             kind, number = HEADER.unpack_from(data, start)
             begin, slot, size, at = start + HEADER_BYTES, FOLLOWS, 0, 0
             if kind in (TEXT, NAME):
                 size = number
             elif number & WITH:
                 number, begin = number ^ WITH, begin + WHERE.size
-                if len(data) < begin:
+                if end < begin:
                     break
                 slot, size, at = WHERE.unpack_from(data, begin - WHERE.size)
             stop = begin + (size if slot == FOLLOWS else 0)
-            if len(data) < stop:
+            if end < stop:
                 break
             payload: Payload = data[begin:stop] if slot == FOLLOWS else Posted(at, size, slot)
             if kind == TEXT:
                 self._texts.setdefault(peer, data[begin:stop].decode())
             elif kind == NAME:
                 digest = int.from_bytes(data[begin : begin + 8], "little")
-                _remembered(self._names[peer], digest, data[begin + 8 : stop].decode())
+                _remember(self._names[peer], digest, data[begin + 8 : stop].decode())
             elif kind == NOTE:
                 self._notes[peer, number] = payload
             elif number & ALONE:
@@ -548,18 +554,21 @@ class ControlChannel:
         sock.close()
 
 
-def _remembered(known: OrderedDict[int, V], digest: int, value: V) -> bool:
-    """Add what was not known to what is, of which the oldest is forgotten; whether it was not."""
-    if digest in known:
-        return False
-    known[digest] = value
+def _remember(known: OrderedDict[int, V], digest: int, value: V) -> None:
+    """Add what was not known to what is, of which the oldest is forgotten."""
+    known.setdefault(digest, value)
     if len(known) > NAMES:
         known.popitem(last=False)
-    return True
+
+
+def _hung_up() -> ConnectionAbortedError:
+    return ConnectionAbortedError("this rank has hung up")
 
 
 def _close(opened: set[Closable]) -> None:
-    for it in opened:
+    held = tuple(opened)
+    opened.clear()  # from now on the channel counts as closed
+    for it in held:
         it.close()
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
+from operator import attrgetter
 from socket import socket
 
 import torch
@@ -31,6 +33,7 @@ from zfunc.ranks.transport import Collective, Messages, mismatch, told
 __all__ = ["HostMessages"]
 
 CPU = torch.device("cpu")
+NBYTES = attrgetter("nbytes")
 SHARED_BYTES = 2**24  # of a message that goes through the outbox: a copy lasts until it is read
 
 Lost = Callable[[Collective, int, Exception], DesyncError]
@@ -62,6 +65,10 @@ class HostMessages(Messages):
     ) -> None:
         self._rank, self._members, self._channel, self._store = rank, members, channel, store
         self._direct, self._lost, self._timeout = direct, lost, timeout
+        # Of a payload that never goes another way than with its header.
+        self._posted_bytes = POSTED_BYTES if direct else -1
+        # Drops a peer's header of a number, and copies the payload that came with it.
+        self.take = channel.take_message
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: Incoming | None = None
         self._under_way: list[SocketMessage] = []
@@ -79,9 +86,9 @@ class HostMessages(Messages):
         for x in parts:
             if not x.is_cpu:
                 raise _misplaced(call, x.device)
-        pieces = [as_bytes(x) for x in parts if x.numel()]
+        pieces = list(map(as_bytes, filter(Tensor.numel, parts)))
         nbytes = sum(map(len, pieces))
-        along = self._goes_along(call, peer, nbytes)
+        along = nbytes <= self._posted_bytes or self._goes_along(call, peer, nbytes)
         if self.announce(call, peer, nbytes, pieces if along else ()) or not pieces:
             return Complete()
         if along:  # the outbox is full, or the peer does not read it yet
@@ -96,10 +103,10 @@ class HostMessages(Messages):
     ) -> Transfer[list[Tensor]]:
         if specs and device.type != "cpu":
             raise _misplaced(call, device)
-        nbytes = sum(spec.nbytes for spec in specs)
+        nbytes = sum(map(NBYTES, specs))
         coming = Coming(self, call, peer, specs)
         self.expect(call, peer)
-        if nbytes and not self._is_posted(nbytes):
+        if nbytes and nbytes > self._posted_bytes:
             coming.post(not self._goes_along(call, peer, nbytes))
         return coming
 
@@ -107,13 +114,17 @@ class HostMessages(Messages):
         self, call: Collective, peer: int, nbytes: int, pieces: Sequence[memoryview] = ()
     ) -> bool:
         """Send a header; whether the payload could go with it, if it was to."""
-        with _TellingLost(self, call, peer):
-            return self._channel.send_message(peer, call.digest, told(call.digest), nbytes, pieces)
+        try:
+            return self._channel.send_message(peer, call.digest, told, nbytes, pieces)
+        except OSError as error:
+            raise self.gone(call, peer, error) from error
 
     def expect(self, call: Collective, peer: int) -> None:
         """Make sure that the peer hears of it if this rank fails."""
-        with _TellingLost(self, call, peer):
+        try:
             self._channel.expect(peer)
+        except OSError as error:
+            raise self.gone(call, peer, error) from error
 
     def has_come(self, call: Collective, peer: int) -> bool:
         """Whether a message's header is there; this waits for nothing."""
@@ -125,26 +136,26 @@ class HostMessages(Messages):
         Raises:
             DesyncError: the peer sends another message, is silent or gone.
         """
-        with _TellingLost(self, call, peer):
+        try:
             digest, _, along = self._channel.receive_message(peer, call.number)
+        except OSError as error:
+            raise self.gone(call, peer, error) from error
         if digest != call.digest:
             theirs = self._channel.name_of(peer, digest) or told(digest)
             raise mismatch(call, self._members[peer], theirs)
         return along
 
-    def take(self, call: Collective, peer: int, into: Sequence[memoryview] = ()) -> None:
-        """Drop the header, and copy the payload that came with it."""
-        self._channel.take_message(peer, call.number, into)
-
     def check(self, call: Collective, peer: int) -> None:
         """Wait for the header of a message that something else moves, and check it."""
         self.compare(call, peer)
-        self.take(call, peer)
+        self.take(peer, call.number)
 
     def land(self, call: Collective, peer: int, load: Load) -> None:
         """Wait for a socket, and read what the others write meanwhile."""
-        with _TellingLost(self, call, peer):
+        try:
             self._channel.wait_until(peer, lambda: load.over)
+        except OSError as error:
+            raise self.gone(call, peer, error) from error
         if load.error is not None:
             raise self.gone(call, peer, load.error) from load.error
 
@@ -192,43 +203,21 @@ class HostMessages(Messages):
         address = bytes(self._store.get(f"data/{peer}")).decode()
         return call_peer(host, address, self._rank, self._timeout)
 
-    def _is_posted(self, nbytes: int) -> bool:
-        """Whether a payload is so small that it never goes another way than with its header."""
-        return self._direct and nbytes <= POSTED_BYTES
-
     def _goes_along(self, call: Collective, peer: int, nbytes: int) -> bool:
         """Whether a payload is meant to go with its header; both ranks say the same."""
-        if self._is_posted(nbytes):
+        if nbytes <= self._posted_bytes:
             return True
         if not self._direct or nbytes > SHARED_BYTES:
             return False
-        with _TellingLost(self, call, peer):
+        try:
             return self._channel.shares_memory(peer)
+        except OSError as error:
+            raise self.gone(call, peer, error) from error
 
     def gone(self, call: Collective, peer: int, error: Exception) -> DesyncError:
         if (why := self._channel.why_stopped(peer)) is not None:
             return DesyncError(f"{call}: rank {self._members[peer]} has stopped: {why}")
         return self._lost(call, peer, error)
-
-
-class _TellingLost:
-    """A block that waits for a peer, and tells of one that is gone or silent.
-
-    No generator: each message takes some of these, between products that leave no code in the
-    processor's caches.
-    """
-
-    __slots__ = ("call", "messages", "peer")
-
-    def __init__(self, messages: HostMessages, call: Collective, peer: int) -> None:
-        self.messages, self.call, self.peer = messages, call, peer
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, OSError):
-            raise self.messages.gone(self.call, self.peer, error) from error
 
 
 @dataclass
@@ -279,7 +268,7 @@ class Coming(Transfer[list[Tensor]]):
             if not along:
                 self._land(self._load, places)
             self._messages.came(self._peer, self._load)
-        self._messages.take(self._call, self._peer, places if along else ())
+        self._messages.take(self._peer, self._call.number, places if along else ())
         assert self._tensors is not None
         return self._tensors
 
@@ -293,8 +282,8 @@ class Coming(Transfer[list[Tensor]]):
     def _places(self) -> list[memoryview]:
         """New memory for what comes; without what is empty."""
         if self._tensors is None:
-            self._tensors = [spec.empty(CPU) for spec in self._specs]
-        return [as_bytes(x) for x in self._tensors if x.numel()]
+            self._tensors = list(map(TensorSpec.empty, self._specs, repeat(CPU)))
+        return list(map(as_bytes, filter(Tensor.numel, self._tensors)))
 
 
 def _misplaced(call: Collective, device: torch.device) -> DeviceError:

@@ -68,14 +68,22 @@ def send(
     >>> coming.wait()
     [tensor([1., 2.])]
     """
-    _check_rank(ranks, "send", label, "to", to)
-    given = [tensors] if isinstance(tensors, Tensor) else tensors
-    parts = [_plain(label, i, x) for i, x in enumerate(given)]
-    devices = {x.device for x in parts}
+    if not 0 <= to < ranks.size:
+        raise _no_rank(ranks, "send", label, "to", to)
+    parts: list[Tensor] = []
+    forms, devices = [], set()
+    for x in [tensors] if isinstance(tensors, Tensor) else tensors:
+        if x.layout is not torch.strided or x.is_meta:
+            raise _without_data(label, len(parts), x)
+        # Contiguous memory, which is the tensor's own if that is possible.
+        part = x.detach().resolve_conj().resolve_neg().contiguous()
+        parts.append(part)
+        forms.append((part.shape, part.dtype))
+        devices.add(part.device)
     if len(devices) > 1:
         where = sorted(map(str, devices))
         raise ValueError(f"send({label!r}): its tensors are on {where}, expected one")
-    what = _described(tuple((x.shape, x.dtype) for x in parts), *devices)
+    what = _described(tuple(forms), *devices)
     if isinstance(ranks, ConnectedGroup):
         return ranks.send(label, what, parts, to)
     return TransferHandle(_own(ranks).put(label, what, parts), None)
@@ -110,11 +118,15 @@ def receive(
         DesyncError: the group has failed; from ``wait()``, the sender sends something else, is
             silent or gone.
     """
-    _check_rank(ranks, "receive", label, "source", source)
-    given = [like] if isinstance(like, Tensor | TensorSpec) else like
-    specs = [x if isinstance(x, TensorSpec) else _spec(x) for x in given]
+    if not 0 <= source < ranks.size:
+        raise _no_rank(ranks, "receive", label, "source", source)
+    specs, forms = [], []
+    for x in [like] if isinstance(like, Like) else like:
+        spec = x if isinstance(x, TensorSpec) else _spec(x)
+        specs.append(spec)
+        forms.append((spec.shape, spec.dtype))
     at = ranks.world.device if device is None else torch.device(device)
-    what = _described(tuple((x.shape, x.dtype) for x in specs), *[at] * bool(specs))
+    what = _described(tuple(forms), *[at] * bool(specs))
     if isinstance(ranks, ConnectedGroup):
         return ranks.receive(label, what, specs, at, source)
     return TransferHandle(_own(ranks).get(label, what), None)
@@ -139,8 +151,9 @@ def connect(ranks: Group, directions: Sequence[Direction], *, label: str = "conn
     """
     asked = [(int(source), int(to)) for source, to in directions]
     for source, to in asked:
-        _check_rank(ranks, "connect", label, "from", source)
-        _check_rank(ranks, "connect", label, "to", to)
+        for name, rank in (("from", source), ("to", to)):
+            if not 0 <= rank < ranks.size:
+                raise _no_rank(ranks, "connect", label, name, rank)
     for rank, theirs in enumerate(ranks.exchange(asked, label=label)):
         if theirs != asked:
             raise DesyncError(
@@ -157,25 +170,19 @@ def message_bytes(like: Like | Sequence[Like]) -> int:
     >>> message_bytes([torch.zeros(3), TensorSpec((5,), torch.bool)])
     17
     """
-    given = [like] if isinstance(like, Tensor | TensorSpec) else list(like)
+    given = [like] if isinstance(like, Like) else list(like)
     return sum(x.nbytes for x in given)
 
 
-def _check_rank(ranks: Group, call: str, label: str, name: str, rank: int) -> None:
-    if not 0 <= rank < ranks.size:
-        raise ValueError(
-            f"{call}({label!r}): {name}={rank}, expected 0 to {ranks.size - 1}, of {ranks}"
-        )
+def _no_rank(ranks: Group, call: str, label: str, name: str, rank: int) -> ValueError:
+    return ValueError(
+        f"{call}({label!r}): {name}={rank}, expected 0 to {ranks.size - 1}, of {ranks}"
+    )
 
 
-def _plain(label: str, i: int, x: Tensor) -> Tensor:
-    """A tensor as contiguous memory, which is its own if that is possible."""
-    if x.layout is not torch.strided or x.is_meta:
-        kind = "on meta, without data" if x.is_meta else f"of layout {x.layout}"
-        raise ValueError(
-            f"send({label!r}): tensor {i}, {_spec(x)}, is {kind}: send its dense values"
-        )
-    return x.detach().resolve_conj().resolve_neg().contiguous()
+def _without_data(label: str, i: int, x: Tensor) -> ValueError:
+    kind = "on meta, without data" if x.is_meta else f"of layout {x.layout}"
+    return ValueError(f"send({label!r}): tensor {i}, {_spec(x)}, is {kind}: send its dense values")
 
 
 def _spec(x: Tensor) -> TensorSpec:

@@ -213,7 +213,8 @@ class Inbox:
 
     def _read(self, place: Posted, into: Sequence[memoryview]) -> None:
         """``spread`` without a look at the memory: its pages stay out of this process."""
-        _check_filled(place.size, into)
+        if (room := sum(map(len, into))) != place.size:
+            raise _unfilled(place.size, room)
         start = place.start
         for part in into:
             while part:
@@ -236,17 +237,16 @@ def spread(payload: memoryview | bytearray, into: Sequence[memoryview]) -> None:
     >>> a, b
     (bytearray(b'x'), bytearray(b'yz'))
     """
-    _check_filled(len(payload), into)
+    if (room := sum(map(len, into))) != len(payload):
+        raise _unfilled(len(payload), room)
     start, whole = 0, memoryview(payload)
     for part in into:
         part[:] = whole[start : start + len(part)]
         start += len(part)
 
 
-def _check_filled(size: int, into: Sequence[memoryview]) -> None:
-    room = sum(map(len, into))
-    if room != size:
-        raise ValueError(f"a payload of {size} bytes, and places for {room}")
+def _unfilled(size: int, room: int) -> ValueError:
+    return ValueError(f"a payload of {size} bytes, and places for {room}")
 
 
 def is_open_to(address: str, other: str) -> bool:

@@ -6,9 +6,10 @@ the group's collectives. The n-th that is sent is the n-th that is received ther
 
 from __future__ import annotations
 
+from _thread import RLock  # which threading makes, too, in one call more
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from threading import RLock
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -38,7 +39,7 @@ class TensorSpec:
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
-    @property
+    @cached_property  # of those that come in every step
     def nbytes(self) -> int:
         """The bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
@@ -66,9 +67,10 @@ class Issuer(Protocol):
     """Where a message was issued (:class:`zfunc.ranks.connected.ConnectedGroup`)."""
 
     epoch: int
+    failure: DesyncError | None
 
-    def why_lost(self, epoch: int) -> DesyncError | None:
-        """Why what was issued in that epoch will not come, if it will not."""
+    def why_lost(self, epoch: int) -> DesyncError:
+        """Why what was issued in that epoch will not come: it is over, or there is a failure."""
 
     def fail(self, error: DesyncError) -> None:
         """Give up, and tell the others."""
@@ -99,22 +101,19 @@ class TransferHandle(Handle[T]):
 
     def wait(self) -> T:
         with self._lock:
-            if self._transfer is not None:
-                self._complete(self._transfer)
+            if (transfer := self._transfer) is not None:
+                issuer = self._issuer
+                if issuer is not None and (issuer.failure or issuer.epoch != self._epoch):
+                    self._error = issuer.why_lost(self._epoch)
+                else:
+                    try:
+                        self._result = transfer.wait()
+                    except BaseException as error:
+                        self._end(error)
+                self._transfer = None
         if self._error is not None:
             raise self._error
         return self._result
-
-    def _complete(self, transfer: Transfer[T]) -> None:
-        lost = None if self._issuer is None else self._issuer.why_lost(self._epoch)
-        if lost is not None:
-            self._transfer, self._error = None, lost
-            return
-        try:
-            self._result = transfer.wait()
-        except BaseException as error:
-            self._end(error)
-        self._transfer = None
 
     def _end(self, error: BaseException) -> None:
         self._error = error

@@ -25,7 +25,7 @@ from zfunc.ranks.adjacency import neighbours
 from zfunc.ranks.routes import headers_each
 from zfunc.ranks.transfers import Direction, TensorSpec, Transfer
 
-__all__ = ["Collective", "Messages", "Steps", "Transport", "announced"]
+__all__ = ["Collective", "Messages", "Steps", "Transport", "announced", "announcement"]
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
@@ -178,7 +178,8 @@ _SEEING = Lock()  # simulated ranks are threads, and two that come at once must 
 
 
 @lru_cache(maxsize=REMEMBERED)
-def _announced(kind: str, label: str, what: tuple[Any, ...]) -> tuple[int, _Text]:
+def announcement(kind: str, label: str, what: tuple[Any, ...]) -> tuple[int, str]:
+    """The digest of a collective, and its text; as long as that is here, a peer's is told by it."""
     text = f"{kind}({label!r}) of {' '.join(str(part) for part in what) or 'nothing'}"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
     if len(text) > TOLD:
@@ -189,7 +190,7 @@ def _announced(kind: str, label: str, what: tuple[Any, ...]) -> tuple[int, _Text
 
 def announced(kind: str, label: str, what: tuple[Any, ...]) -> int:
     """The digest of a collective; the latest are remembered, so that a peer's is told by name."""
-    return _announced(kind, label, what)[0]
+    return announcement(kind, label, what)[0]
 
 
 def told(digest: int) -> str:
