@@ -175,7 +175,9 @@ class ConnectedGroup(Group):
             self._refuse("send", label)
         if to == self.rank:
             return TransferHandle(self._own.put(label, what, parts), self)
-        call = self._message("send", label, what, to)
+        digest, _ = announcement("message", label, what)  # the same on both ranks
+        self._numbers["send", to] += 1
+        call = Collective("send", label, digest, self._numbers["send", to])
         self._book(call, sum(map(NBYTES, parts)), HEADER_BYTES)
         try:
             return TransferHandle(self._transport.messages.send(call, to, parts), self)
@@ -195,18 +197,14 @@ class ConnectedGroup(Group):
             self._refuse("receive", label)
         if source == self.rank:
             return TransferHandle(self._own.get(label, what), self)
-        call = self._message("receive", label, what, source)
+        digest, _ = announcement("message", label, what)
+        self._numbers["receive", source] += 1
+        call = Collective("receive", label, digest, self._numbers["receive", source])
         try:
             coming = self._transport.messages.receive(call, source, specs, device)
             return TransferHandle(coming, self)
         except DesyncError as error:
             return TransferHandle(error, self)
-
-    def _message(self, kind: str, label: str, what: tuple[Any, ...], peer: int) -> Collective:
-        """Number a message in its direction. Both of its ranks give it one digest."""
-        self._numbers[kind, peer] += 1
-        digest, _ = announcement("message", label, what)
-        return Collective(kind, label, digest, self._numbers[kind, peer])
 
     def why_lost(self, epoch: int) -> DesyncError:
         """Why a message of that epoch will not come: the epoch is over, or there is a failure."""
