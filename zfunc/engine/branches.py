@@ -8,7 +8,7 @@ connected belongs together, since a node must run once, with all of its gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +18,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["Branch", "Edge", "Node", "Ways", "edge_of", "is_function", "is_matmul", "is_product"]
-__all__ += ["saved_by"]
+__all__ = ["Branch", "Edge", "Kind", "Node", "Ways", "edge_of", "kind_of", "saved_by"]
 
 Node = Any  # torch's type of it knows little of what it has
 Edge = tuple[Node, int]
@@ -65,23 +64,23 @@ class Ways:
 
     def __init__(self, *edges: Sequence[Edge | None]) -> None:
         self.outs, self.inputs, self.ends = edges
-        self._goals = {edge for edge in self.inputs if edge is not None}
+        self._goals: set[Edge | None] = {*self.inputs}
         self._ends: dict[Edge, list[int]] = {}
         for k, end in enumerate(self.ends):
             if end is not None:
                 self._ends.setdefault(end, []).append(k)
-        self.way: dict[Node, None] = {}
-        self._beside: dict[Node, None] = {}
+        self.way: dict[Node, Kind] = {}
+        self._beside: dict[Node, Kind] = {}
         self._aside: dict[Node, list[tuple[int, Edge]]] = {}  # edges towards ends alone
-        for node, following in _children_first(edge[0] for edge in self.outs if edge is not None):
-            self._place(node, following)
-        self.known = [
-            k for edge in [*self._ends] if self._on_way(edge) for k in self._ends.pop(edge)
-        ]
+        self._place([edge[0] for edge in self.outs if edge is not None])
+        self.known: list[int] = []
+        for edge in [*self._ends]:
+            if self._on_way(edge):
+                self.known += self._ends.pop(edge)
         self._branches = self._connected()
         if self.way:
             self._find_early()
-        self.parting = [*self._parting()]
+        self.parting = self._parting()
 
     def branch(self, edge: Edge) -> Branch | None:
         """The branch that an edge leads into; ``None`` if it leads to no end, or to an input."""
@@ -89,13 +88,18 @@ class Ways:
 
     def is_early(self, edge: Edge) -> bool:
         """Whether what an edge leads to runs with the way to inputs."""
+        if self._on_way(edge):
+            return True
         branch = self.branch(edge)
-        return self._on_way(edge) or (branch is not None and branch.early)
+        return branch is not None and branch.early
 
-    def run_early(self) -> Iterator[Node]:
-        """Nodes that run with the way to inputs."""
-        yield from self.way
-        yield from (node for node in self._beside if self._branches[node].early)
+    def run_early(self) -> list[tuple[Node, Kind]]:
+        """Nodes that run with the way to inputs, and what is known of them."""
+        found = [*self.way.items()]
+        for node, kind in self._beside.items():
+            if self._branches[node].early:
+                found.append((node, kind))
+        return found
 
     def early_ends(self) -> list[int]:
         """Indices of the ends whose gradients come with those of the inputs."""
@@ -104,39 +108,51 @@ class Ways:
     def _on_way(self, edge: Edge) -> bool:
         return edge in self._goals or edge[0] in self.way
 
-    def _place(self, node: Node, following: Sequence[Edge]) -> None:
-        """Find out where a node leads, behind all that it leads to."""
-        way, aside = False, []
-        for at, edge in enumerate(following):
-            if edge in self._goals or edge[0] in self.way:
-                way = True
-            elif edge in self._ends or edge[0] in self._beside:
-                aside.append((at, edge))
-        if way:
-            self.way[node] = None
-        elif aside:
-            self._beside[node] = None
-        if aside:
-            self._aside[node] = aside
+    def _place(self, roots: Iterable[Node]) -> None:
+        """Find out where each node leads, behind all that it leads to."""
+        for node, following in _children_first(roots):
+            way, aside = False, []
+            for at, edge in enumerate(following):
+                if edge in self._goals or edge[0] in self.way:
+                    way = True
+                elif edge in self._ends or edge[0] in self._beside:
+                    aside.append((at, edge))
+            if way:
+                self.way[node] = kind_of(node)
+            elif aside:
+                self._beside[node] = kind_of(node)
+            if aside:
+                self._aside[node] = aside
 
     def _connected(self) -> dict[Any, Branch]:
         """The branch of each node beside the way, and of each end. Ends with a value share one:
         their gradients are handed back together, and their hooks see the whole of them."""
-        first: dict[Any, Any] = {node: node for node in self._beside}
-        first |= {key: key for key in map(_key, self._ends)}
+        keys = {edge: _key(edge) for edge in self._ends}
+        first: dict[Any, Any] = {key: key for key in keys.values()}
         for node in self._beside:
             for _, edge in self._aside[node]:
-                if edge[0] in first:
+                if edge[0] not in first:
+                    continue
+                if node in first:
                     _join(first, node, edge[0])
+                else:
+                    first[node] = first[edge[0]]
+            first.setdefault(node, node)
         valued = [edge[0] for edge in self._ends if edge[0] in first]
-        hooked = [node for node in self._beside if _once_only(node)]
+        hooked = [node for node, kind in self._beside.items() if kind.saved and _once_only(node)]
         for group in (valued, hooked):
             for other in group[1:]:
                 _join(first, group[0], other)
         made: dict[Any, Branch] = {}
-        found = {key: made.setdefault(_first(first, key), Branch()) for key in first}
+        found: dict[Any, Branch] = {}
+        for key, one in first.items():
+            if first[one] is not one:
+                one = _first(first, key)
+            if one not in made:
+                made[one] = Branch()
+            found[key] = made[one]
         for edge, indices in self._ends.items():
-            found[_key(edge)].ends.update(indices)
+            found[keys[edge]].ends.update(indices)
         for node in self._beside:
             for _, edge in self._aside[node]:
                 found[node].ends.update(self._ends.get(edge, ()))
@@ -145,45 +161,57 @@ class Ways:
         return found
 
     def _find_early(self) -> None:
-        for branch in self._branches.values():
+        branches = {*self._branches.values()}
+        for branch in branches:
             branch.early = branch.hooked
-        for node in self.way:
-            aside = self._aside.get(node)
-            if not aside or is_function(node):
+        for node, aside in self._aside.items():
+            kind = self.way.get(node)
+            if kind is None or kind.function:
                 continue
-            if _kind(node).at_once or _once_only(node) or _has_hooks(node):
+            if kind.at_once or (kind.saved and _once_only(node)) or _has_hooks(node):
                 for _, edge in aside:
                     if (into := self.branch(edge)) is not None:
                         into.early = True
-        branches = {*self._branches.values()}
-        while late := {x for x in branches if not x.early and not x.ends.isdisjoint(self._early())}:
-            for branch in late:  # autograd that runs towards an end runs all that leads there
+        # Autograd that runs towards an end runs all that leads there.
+        while (early := self._early()) and (
+            late := [x for x in branches if not x.early and not x.ends.isdisjoint(early)]
+        ):
+            for branch in late:
                 branch.early = True
         # Compiled by torch, a node refuses to run where others of its graph are to run once more.
-        if any(_kind(x).compiled for x in {type(x): x for x in self.run_early()}.values()):
+        if any([kind.compiled for _, kind in self.run_early()]):
             for branch in branches:
                 branch.early = True
 
     def _early(self) -> set[int]:
-        return {k for x in self._branches.values() if x.early for k in x.ends}
+        found: set[int] = set()
+        for branch in self._branches.values():
+            if branch.early:
+                found |= branch.ends
+        return found
 
-    def _parting(self) -> Iterator[tuple[Node, list[tuple[int, Edge, Branch]]]]:
+    def _parting(self) -> list[tuple[Node, list[tuple[int, Edge, Branch]]]]:
+        found = []
         for node, aside in self._aside.items():
             if node in self.way:
-                found = [(at, edge, self.branch(edge)) for at, edge in aside]
-                later = [(at, edge, x) for at, edge, x in found if x is not None and not x.early]
+                later = []
+                for at, edge in aside:
+                    if (branch := self.branch(edge)) is not None and not branch.early:
+                        later.append((at, edge, branch))
                 if later:
-                    yield node, later
+                    found.append((node, later))
+        return found
 
 
-def _children_first(roots: Iterable[Node]) -> Iterator[tuple[Node, Sequence[Edge]]]:
+def _children_first(roots: Iterable[Node]) -> list[tuple[Node, Sequence[Edge]]]:
     """All nodes with their edges, each behind those that its edges lead to."""
+    found: list[tuple[Node, Sequence[Edge]]] = []
     seen = set[Node]()
     stack: list[tuple[Node, Sequence[Edge] | None]] = [(node, None) for node in roots]
     while stack:
         node, following = stack.pop()
         if following is not None:
-            yield node, following
+            found.append((node, following))
         elif node not in seen:
             seen.add(node)
             following = node.next_functions
@@ -191,6 +219,7 @@ def _children_first(roots: Iterable[Node]) -> Iterator[tuple[Node, Sequence[Edge
             for edge in following:
                 if edge[0] is not None and edge[0] not in seen:
                     stack.append((edge[0], None))
+    return found
 
 
 def _key(edge: Edge) -> Any:
@@ -223,24 +252,9 @@ def edge_of(x: Tensor | GradientEdge) -> Edge | None:
         return recorded.next_functions[0] if recorded else get_gradient_edge(x)[:2]
 
 
-def is_function(node: Node) -> bool:
-    """Whether the node is that of a ``torch.autograd.Function``, which computes everything."""
-    return _kind(node).function
-
-
-def is_product(node: Node) -> bool:
-    """Whether the gradients of the node's operands are products, each computed by itself."""
-    return _kind(node).product
-
-
-def is_matmul(node: Node) -> bool:
-    """Whether it is a product of matrices: one operand's gradient takes nothing but the other."""
-    return _kind(node).matmul
-
-
 def saved_by(node: Node) -> Sequence[Any]:
     """What a node has saved: torch's ``SavedTensor``, each with the hooks that it went through."""
-    names = _kind(node).saved
+    names = kind_of(node).saved
     if not names:  # most nodes
         return ()
     found: list[Any] = []
@@ -253,8 +267,18 @@ def saved_by(node: Node) -> Sequence[Any]:
     return found
 
 
-class _Kind:
-    """What is known of nodes of one name."""
+class Kind:
+    """What is known of nodes of one name.
+
+    Attributes:
+        function: whether it is a ``torch.autograd.Function``, which computes everything.
+        compiled: whether torch has compiled it.
+        product: whether the gradients of operands are products, each computed by itself.
+        matmul: whether it is a product of matrices: one operand's gradient takes nothing but the
+            other.
+        at_once: whether it computes the gradients of all operands together, with products in it.
+        saved: the names of what it has saved.
+    """
 
     def __init__(self, node: Node) -> None:
         name = type(node).__name__.rstrip("0123456789").removesuffix("Backward")
@@ -267,14 +291,14 @@ class _Kind:
 
 
 # Types of nodes are few, but for those of Functions that a user makes anew each time.
-_BUILT_IN: dict[type, _Kind] = {}
-_FUNCTIONS: WeakKeyDictionary[type, _Kind] = WeakKeyDictionary()
+_BUILT_IN: dict[type, Kind] = {}
+_FUNCTIONS: WeakKeyDictionary[type, Kind] = WeakKeyDictionary()
 
 
-def _kind(node: Node) -> _Kind:
+def kind_of(node: Node) -> Kind:
     found = _BUILT_IN.get(type(node)) or _FUNCTIONS.get(type(node))
     if found is None:
-        found = _Kind(node)
+        found = Kind(node)
         (_FUNCTIONS if found.function else _BUILT_IN)[type(node)] = found
     return found
 

@@ -41,9 +41,7 @@ from zfunc.engine.branches import (
     Node,
     Ways,
     edge_of,
-    is_function,
-    is_matmul,
-    is_product,
+    kind_of,
     saved_by,
 )
 from zfunc.engine.unit_runs import WEIGHTS_UNREAD
@@ -84,7 +82,7 @@ class SplitBackward:
         ends: Sequence[Tensor | GradientEdge],
     ) -> None:
         self._shapes = [x.shape for x in outs]
-        self._ways = Ways(*([*map(edge_of, some)] for some in (outs, inputs, ends)))
+        self._ways = Ways([*map(edge_of, outs)], [*map(edge_of, inputs)], [*map(edge_of, ends)])
         self._kept: list[_Kept | _Parted] = []
         self._grads: list[Tensor | None] = [None] * len(ends)
         self._parts_run = 0
@@ -193,7 +191,7 @@ class SplitBackward:
         """A block in which gradients that come to these nodes are kept, in the order of coming."""
         handles = [
             x.node.register_hook(self._computed(x))
-            if is_function(x.node)
+            if x.kind.function
             else x.node.register_prehook(self._arriving(x))
             for x in parted
         ]
@@ -223,10 +221,10 @@ class SplitBackward:
         if not parted:
             return  # autograd has freed everything by itself
         waiting = [x for x in self._kept if isinstance(x, _Parted)]
-        _Weights().compute([x for x in waiting if not is_product(x.node)])
-        needed = {x.node for x in waiting if is_product(x.node)}
-        for node in self._ways.run_early():
-            if node not in needed:
+        _Weights().compute([x for x in waiting if not x.kind.product])
+        needed = {x.node for x in waiting if x.kind.product}
+        for node, kind in self._ways.run_early():
+            if kind.saved and node not in needed:
                 _drop(node)
 
     def _by_branch(self) -> dict[Branch, list[_Kept | _Parted]]:
@@ -279,10 +277,10 @@ class _Parted:
         found: what it makes of that for its edges.
     """
 
-    __slots__ = ("branches", "found", "grads", "leaving", "node")
+    __slots__ = ("branches", "found", "grads", "kind", "leaving", "node")
 
     def __init__(self, node: Node, leaving: Sequence[tuple[int, Edge, Branch]]) -> None:
-        self.node, self.leaving = node, leaving
+        self.node, self.kind, self.leaving = node, kind_of(node), leaving
         self.branches = [*dict.fromkeys(branch for *_, branch in leaving)]
         self.grads: list[_Unwritten | None] | None = None
         self.found: list[_Kept] = []
@@ -295,7 +293,7 @@ class _Parted:
         """
         assert self.grads is not None
         grads, self.grads = [None if x is None else x.get() for x in self.grads], None
-        token = WEIGHTS_UNREAD.set(is_matmul(self.node))
+        token = WEIGHTS_UNREAD.set(self.kind.matmul)
         try:
             found = self.node(*grads)
         finally:
@@ -306,7 +304,8 @@ class _Parted:
                     shapes[into] = [tuple(x.shape) for x in into._input_metadata]
                 grad = _fitting(found[at], shapes[into][edge[1]])
                 self.found.append(_Kept(branch, edge, grad))
-        _drop(self.node)
+        if self.kind.saved:
+            _drop(self.node)
 
     def into(self, branch: Branch) -> list[tuple[Edge, Tensor]]:
         mine = [x for x in self.found if branch in x.branches]
