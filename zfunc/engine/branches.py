@@ -179,7 +179,7 @@ class Ways:
             for branch in late:
                 branch.early = True
         # Compiled by torch, a node refuses to run where others of its graph are to run once more.
-        if any([kind.compiled for _, kind in self.run_early()]):
+        if [node for node, kind in self.run_early() if kind.compiled]:
             for branch in branches:
                 branch.early = True
 

@@ -26,14 +26,14 @@ What the first part has used up is freed, though its nodes are not: nodes hold t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.utils.hooks import RemovableHandle
 
 from zfunc.engine.branches import (
     Branch,
@@ -50,6 +50,7 @@ from zfunc.errors import BackwardError
 __all__ = ["SplitBackward"]
 
 NOWHERE = Ways((), (), ())  # of a graph that is used up
+_gradient_edge = partial(tuple.__new__, GradientEdge)  # by a call less than its own
 
 
 class SplitBackward:
@@ -108,18 +109,21 @@ class SplitBackward:
         self._check(seeds)
         self._next_part("of_inputs", 0)
         ways = self._ways
-        goals = [(k, edge) for k, edge in enumerate(ways.inputs) if edge is not None]
-        ends = [(k, edge) for k in ways.early_ends() if (edge := ways.ends[k]) is not None]
+        early = ways.early_ends()
+        goals = [*ways.inputs, *[ways.ends[k] for k in early]]
         parted = [_Parted(node, leaving) for node, leaving in ways.parting]
-        with self._watched(parted):
-            roots = [*self._roots(seeds)]
-            found = _run(roots, [edge for _, edge in goals + ends], keep=bool(parted))
-        for (k, _), grad in zip(ends, found[len(goals) :], strict=True):
+        handles = [self._watch(x) for x in parted]
+        try:
+            found = _run(self._roots(seeds), goals, keep=bool(parted))
+        finally:
+            for handle in handles:
+                handle.remove()
+        grads = found[: len(ways.inputs)]
+        for k, grad in zip(early, found[len(grads) :], strict=True):
             self._grads[k] = grad
-        grads: list[Tensor | None] = [None] * len(ways.inputs)
-        for (k, edge), grad in zip(goals, found, strict=False):
-            grads[k] = grad
-            self._keep(edge, ways.branch(edge), grad)
+        for edge, grad in zip(ways.inputs, grads, strict=True):
+            if edge is not None:
+                self._keep(edge, ways.branch(edge), grad)
         if tell is not None:
             tell(grads)
         self._free(parted)
@@ -141,27 +145,28 @@ class SplitBackward:
             branch = next(iter(by_branch))
             kept = by_branch.pop(branch)
             weights.compute([x for x in kept if isinstance(x, _Parted)])
-            roots = [root for x in kept for root in x.into(branch)]
-            del kept
-            ends = [(k, edge) for k in sorted(branch.ends) if (edge := self._ways.ends[k])]
-            found = _run(roots, [edge for _, edge in ends], keep=False)
-            for (k, _), grad in zip(ends, found, strict=True):
+            roots: list[tuple[Edge, Tensor]] = []
+            for x in kept:
+                roots += x.into(branch)
+            del kept, x
+            ends = sorted(branch.ends)
+            found = _run(roots, [self._ways.ends[k] for k in ends], keep=False)
+            for k, grad in zip(ends, found, strict=True):
                 self._grads[k] = grad
         grads, self._grads, self._ways = self._grads, [], NOWHERE
         return grads
 
     def _check(self, seeds: Sequence[Tensor | None]) -> None:
-        got = [None if x is None else x.shape for x in seeds]
-        if len(got) != len(self._shapes):
+        if len(seeds) != len(self._shapes):
             raise BackwardError(
-                f"of_inputs() got {len(got)} gradients for {len(self._shapes)} outputs. Give one "
+                f"of_inputs() got {len(seeds)} gradients for {len(self._shapes)} outputs. Give one "
                 "for each, None where none has come."
             )
-        for i, (shape, expected) in enumerate(zip(got, self._shapes, strict=True)):
-            if shape is not None and shape != expected:
+        for i, (seed, expected) in enumerate(zip(seeds, self._shapes, strict=True)):
+            if seed is not None and seed.shape != expected:
                 raise BackwardError(
-                    f"the gradient of output {i} has shape {tuple(shape)}; expected that of the "
-                    f"output, {tuple(expected)}."
+                    f"the gradient of output {i} has shape {tuple(seed.shape)}; expected that of "
+                    f"the output, {tuple(expected)}."
                 )
 
     def _next_part(self, name: str, part: int) -> None:
@@ -172,39 +177,33 @@ class SplitBackward:
             )
         self._parts_run += 1
 
-    def _roots(self, seeds: Sequence[Tensor | None]) -> Iterator[tuple[Edge, Tensor]]:
+    def _roots(self, seeds: Sequence[Tensor | None]) -> list[tuple[Edge, Tensor]]:
         """Where the first part begins. What leads to weights alone is kept for the second."""
+        found = []
         for edge, seed in zip(self._ways.outs, seeds, strict=True):
             if edge is None or seed is None:
                 continue
             if self._ways.is_early(edge):
-                yield edge, seed
+                found.append((edge, seed))
             else:
                 self._keep(edge, self._ways.branch(edge), seed)
+        return found
 
     def _keep(self, edge: Edge, branch: Branch | None, grad: Tensor | None) -> None:
         if branch is not None and not branch.early and grad is not None:
             self._kept.append(_Kept(branch, edge, grad))
 
-    @contextmanager
-    def _watched(self, parted: Sequence[_Parted]) -> Iterator[None]:
-        """A block in which gradients that come to these nodes are kept, in the order of coming."""
-        handles = [
-            x.node.register_hook(self._computed(x))
-            if x.kind.function
-            else x.node.register_prehook(self._arriving(x))
-            for x in parted
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _watch(self, parted: _Parted) -> RemovableHandle:
+        """Keep gradients that come to a node, until the handle is removed."""
+        if parted.kind.function:
+            return parted.node.register_hook(self._computed(parted))
+        return parted.node.register_prehook(self._arriving(parted))
 
     def _arriving(self, parted: _Parted) -> Callable[..., None]:
         def keep(grads: tuple[Tensor | None, ...]) -> None:
-            if any(x is not None for x in grads):
-                parted.grads = [None if x is None else _Unwritten(x) for x in grads]
+            come = [None if x is None else _Unwritten(x) for x in grads]
+            if any(come):
+                parted.grads = come
                 self._kept.append(parted)
 
         return keep
@@ -281,7 +280,7 @@ class _Parted:
 
     def __init__(self, node: Node, leaving: Sequence[tuple[int, Edge, Branch]]) -> None:
         self.node, self.kind, self.leaving = node, kind_of(node), leaving
-        self.branches = [*dict.fromkeys(branch for *_, branch in leaving)]
+        self.branches = [*{branch: None for *_, branch in leaving}]
         self.grads: list[_Unwritten | None] | None = None
         self.found: list[_Kept] = []
 
@@ -308,27 +307,43 @@ class _Parted:
             _drop(self.node)
 
     def into(self, branch: Branch) -> list[tuple[Edge, Tensor]]:
-        mine = [x for x in self.found if branch in x.branches]
-        self.found = [x for x in self.found if branch not in x.branches]
-        return [root for x in mine for root in x.into(branch)]
+        roots: list[tuple[Edge, Tensor]] = []
+        found, self.found = self.found, []
+        for x in found:
+            if branch in x.branches:
+                roots += x.into(branch)
+            else:
+                self.found.append(x)
+        return roots
 
 
 def _run(
-    roots: Sequence[tuple[Edge, Tensor]], goals: Sequence[Edge], keep: bool
-) -> Sequence[Tensor | None]:
-    """Autograd from some edges, each with its gradient, to others."""
-    if not roots or not goals:
-        return [None] * len(goals)
+    roots: Sequence[tuple[Edge, Tensor]], goals: Sequence[Edge | None], keep: bool
+) -> list[Tensor | None]:
+    """Autograd from some edges, each with its gradient, to others; None where there is none."""
+    found: list[Tensor | None] = [None] * len(goals)
+    starts, seeds, ends, at = [], [], [], []
+    for edge, seed in roots:
+        starts.append(_gradient_edge((*edge, None)))
+        seeds.append(seed)
+    for k, goal in enumerate(goals):
+        if goal is not None:
+            ends.append(_gradient_edge((*goal, None)))
+            at.append(k)
+    if not starts or not ends:
+        return found
     # Not by torch.autograd.grad, which looks at every shape again: a third of the time of a unit.
-    found: Sequence[Tensor | None] = _engine_run_backward(
-        tuple(GradientEdge(*edge) for edge, _ in roots),
-        tuple(grad for _, grad in roots),
+    came = _engine_run_backward(
+        tuple(starts),
+        tuple(seeds),
         keep,
         False,  # no graph of it
-        tuple(GradientEdge(*edge) for edge in goals),
+        tuple(ends),
         allow_unreachable=True,
         accumulate_grad=False,
     )
+    for k, grad in zip(at, came, strict=True):
+        found[k] = grad
     return found
 
 
@@ -339,9 +354,9 @@ class _Weights:
 
     def __init__(self) -> None:
         self._waiting: list[_Parted] = []
+        self._begin: tuple[Edge, Tensor] | None = None
 
-    @cached_property
-    def _begin(self) -> tuple[Edge, Tensor]:
+    def _beginning(self) -> tuple[Edge, Tensor]:
         start, waiting = torch.zeros((), requires_grad=True), self._waiting
 
         def call(_: Tensor) -> None:
@@ -358,8 +373,9 @@ class _Weights:
         """Call those of these nodes that have not been called yet."""
         self._waiting[:] = [x for x in parted if x.grads is not None]
         if self._waiting:
-            edges = dict.fromkeys(edge for x in self._waiting for _, edge, _ in x.leaving)
-            _run([self._begin], [self._begin[0], *edges], keep=False)
+            begin = self._begin = self._begin or self._beginning()
+            edges = {edge: None for x in self._waiting for _, edge, _ in x.leaving}
+            _run([begin], [begin[0], *edges], keep=False)
             self._waiting.clear()
 
 
