@@ -263,9 +263,10 @@ class UnitSums:
         The flats of several leaves were made for them. One leaf's may be autograd's, and of others
         as well: the first time its sum moves to memory of its own.
         """
-        packed = all(len(unit.layout.by_flat[i]) > 1 for i in unit.trainable)
         kept = self.kept.pop(unit.key, None)
-        if kept is None or packed or unit.key in self._own:
+        if kept is None or unit.key in self._own:
+            return kept
+        if all(len(unit.layout.by_flat[i]) > 1 for i in unit.trainable):
             return kept
         self._own.add(unit.key)
         return [unit.memory(x.numel(), x.dtype, x.device).copy_(x) for x in kept]

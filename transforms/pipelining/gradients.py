@@ -53,6 +53,7 @@ from zfunc.trees.reduction import linear_map
 __all__ = ["pipelined"]
 
 BACKWARD = 1 << 30  # in the place of a layer's number
+NOT_DRAWING = nullcontext()
 
 
 def pipelined(
@@ -101,20 +102,19 @@ def _check(asked: Gradients) -> None:
 
 @dataclass
 class _Passage:
-    """One microbatch in one chunk, from forward to backward."""
+    """One microbatch in one chunk, from forward to backward.
+
+    Attributes:
+        drawing: backward's random numbers. A region that it runs again sets torch's generator,
+            which ranks that are threads have in common.
+    """
 
     owner: Pass
     run: ChunkRun
     loss: Tensor | None = None
     seed: Tensor | None = None
     backward: SplitBackward | None = None
-    scope_of: Callable[[int], AbstractContextManager[None]] | None = None
-
-    @property
-    def drawing(self) -> AbstractContextManager[None]:
-        """Backward's random numbers. A region that it runs again sets torch's generator, which
-        ranks that are threads have in common."""
-        return nullcontext() if self.scope_of is None else self.scope_of(BACKWARD)
+    drawing: AbstractContextManager[None] = NOT_DRAWING
 
 
 class _Step(PipelineStage):
@@ -221,7 +221,8 @@ class _Step(PipelineStage):
         part = self.parts[i, k] = _Passage(owner, self.run_of(i, k, source))
         drawn = partial(randomness, call=self.call + i)
         with self.within(owner) as running, drawn(running), torch.enable_grad():
-            part.scope_of = running.layer_scope
+            if running.layer_scope is not None:
+                part.drawing = running.layer_scope(BACKWARD)
             out = part.run.run(self.fn, self.tree_of(source), *self.given(i))
             owner.computed()
             if k == self.last:
@@ -238,9 +239,12 @@ class _Step(PipelineStage):
     def _outs(self, i: int, k: int) -> list[Tensor]:
         """Where backward of a chunk begins."""
         part, plan = self.parts[i, k], self.plans[i]
-        labels = [x for to in plan.sent_by(k) for x in plan.returned_by(to).get(k, [])]
-        sent = [out for label in labels if (out := part.run.outs[label]).requires_grad]
-        return sent if part.loss is None else [part.loss, *sent]
+        outs = [] if part.loss is None else [part.loss]
+        for to in plan.sent_by(k):
+            for label in plan.returned_by(to).get(k, ()):
+                if (out := part.run.outs[label]).requires_grad:
+                    outs.append(out)
+        return outs
 
     def _seeds(self, i: int, k: int) -> list[Any]:
         """With what it begins there, None where no gradient comes; waits for the chunks behind."""
@@ -254,8 +258,9 @@ class _Step(PipelineStage):
                     came = [
                         x if is_there else None for x, is_there in zip(came, there, strict=True)
                     ]
-                grads = zip(labels, came, strict=True)
-                seeds += [grad for label, grad in grads if part.run.outs[label].requires_grad]
+                for label, grad in zip(labels, came, strict=True):
+                    if part.run.outs[label].requires_grad:
+                        seeds.append(grad)
         return seeds
 
     def _backward(self, i: int, k: int) -> None:
@@ -300,10 +305,12 @@ class _Step(PipelineStage):
         """Gradients of what a chunk has received go to those who sent it."""
         given = self.parts[i, k].run.inputs
         for source, labels in self.plans[i].returned_by(k).items():
-            rows = [(given[label], grads.get(label)) for label in labels]
-            filled = [torch.zeros_like(x) if g is None else g for x, g in rows]
+            filled, there = [], []
+            for label in labels:
+                grad = grads.get(label)
+                filled.append(torch.zeros_like(given[label]) if grad is None else grad)
+                there.append(grad is not None)
             if self.tells_which:
-                there = [g is not None for _, g in rows]
                 filled.append(torch.tensor(there, device=self.device))
             self.wire.send(("B", i, k, source), filled)
 

@@ -139,7 +139,7 @@ class Ways:
                     first[node] = first[edge[0]]
             first.setdefault(node, node)
         valued = [edge[0] for edge in self._ends if edge[0] in first]
-        hooked = [node for node, kind in self._beside.items() if kind.saved and _once_only(node)]
+        hooked = [node for node, kind in self._beside.items() if _once_only(node, kind)]
         for group in (valued, hooked):
             for other in group[1:]:
                 _join(first, group[0], other)
@@ -168,7 +168,7 @@ class Ways:
             kind = self.way.get(node)
             if kind is None or kind.function:
                 continue
-            if kind.at_once or (kind.saved and _once_only(node)) or _has_hooks(node):
+            if kind.at_once or _once_only(node, kind) or _has_hooks(node):
                 for _, edge in aside:
                     if (into := self.branch(edge)) is not None:
                         into.early = True
@@ -252,11 +252,9 @@ def edge_of(x: Tensor | GradientEdge) -> Edge | None:
         return recorded.next_functions[0] if recorded else get_gradient_edge(x)[:2]
 
 
-def saved_by(node: Node) -> Sequence[Any]:
-    """What a node has saved: torch's ``SavedTensor``, each with the hooks that it went through."""
-    names = kind_of(node).saved
-    if not names:  # most nodes
-        return ()
+def saved_by(node: Node, names: Iterable[str]) -> Sequence[Any]:
+    """What a node has saved under some names: torch's ``SavedTensor``, each with the hooks that it
+    went through."""
     found: list[Any] = []
     for name in names:
         value = getattr(node, name)
@@ -317,10 +315,10 @@ def _nothing(*_: Any) -> None:
     """A hook that changes no gradient."""
 
 
-def _once_only(node: Node) -> bool:
+def _once_only(node: Node, kind: Kind) -> bool:
     """Whether what the node has saved is worth too much to be had twice: a hook makes it, which
     may compute a whole layer again (``torch.utils.checkpoint``)."""
-    for saved in saved_by(node):
+    for saved in saved_by(node, kind.saved) if kind.saved else ():  # most have saved nothing
         if saved.unpack_hook is not None:
             data = saved.data
             if not (isinstance(data, Tensor) or getattr(data, "repeatable", False)):

@@ -294,7 +294,7 @@ class Pass:
         run.send(run.packed() if late else [torch.zeros_like(x) for x in kept or ()])
 
     def _arrive_all(self) -> None:
-        for _, value, _ in self.arrivals if self._replicated else ():
+        for _, value, _ in self.arrivals if self.arrivals and self._replicated else ():
             value.advance()
         while self.arrivals:
             self._arrive()

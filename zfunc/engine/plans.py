@@ -152,6 +152,8 @@ class PassPlan:
 
         The units of its own layer come with it.
         """
+        if self.cursor >= len(self.order):
+            return False
         own = self.units[run.key]
         met, left = {run.key}, self.room - own.nbytes
         for key in self.order[self.cursor :]:

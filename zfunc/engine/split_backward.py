@@ -38,10 +38,10 @@ from torch.utils.hooks import RemovableHandle
 from zfunc.engine.branches import (
     Branch,
     Edge,
+    Kind,
     Node,
     Ways,
     edge_of,
-    kind_of,
     saved_by,
 )
 from zfunc.engine.unit_runs import WEIGHTS_UNREAD
@@ -110,8 +110,8 @@ class SplitBackward:
         self._next_part("of_inputs", 0)
         ways = self._ways
         early = ways.early_ends()
-        goals = [*ways.inputs, *[ways.ends[k] for k in early]]
-        parted = [_Parted(node, leaving) for node, leaving in ways.parting]
+        goals = [*ways.inputs, *map(ways.ends.__getitem__, early)]
+        parted = [_Parted(node, ways.way[node], leaving) for node, leaving in ways.parting]
         handles = [self._watch(x) for x in parted]
         try:
             found = _run(self._roots(seeds), goals, keep=bool(parted))
@@ -144,7 +144,7 @@ class SplitBackward:
         while by_branch:
             branch = next(iter(by_branch))
             kept = by_branch.pop(branch)
-            weights.compute([x for x in kept if isinstance(x, _Parted)])
+            weights.compute([x for x in kept if isinstance(x, _Parted) and x.grads is not None])
             roots: list[tuple[Edge, Tensor]] = []
             for x in kept:
                 roots += x.into(branch)
@@ -219,12 +219,17 @@ class SplitBackward:
         """Compute what is cheap, and drop what is not needed any more."""
         if not parted:
             return  # autograd has freed everything by itself
-        waiting = [x for x in self._kept if isinstance(x, _Parted)]
-        _Weights().compute([x for x in waiting if not x.kind.product])
-        needed = {x.node for x in waiting if x.kind.product}
+        cheap, needed = [], set()
+        for x in self._kept:
+            if isinstance(x, _Parted):
+                if x.kind.product:
+                    needed.add(x.node)
+                else:
+                    cheap.append(x)
+        _Weights().compute(cheap)
         for node, kind in self._ways.run_early():
             if kind.saved and node not in needed:
-                _drop(node)
+                _drop(node, kind)
 
     def _by_branch(self) -> dict[Branch, list[_Kept | _Parted]]:
         """What goes into each branch. The one for which everything had come first is first."""
@@ -271,6 +276,7 @@ class _Parted:
     """A node on the way to inputs, some of whose edges lead into branches.
 
     Attributes:
+        kind: what is known of it.
         leaving: these edges, with their positions and branches.
         grads: what has come for the node's outputs.
         found: what it makes of that for its edges.
@@ -278,8 +284,8 @@ class _Parted:
 
     __slots__ = ("branches", "found", "grads", "kind", "leaving", "node")
 
-    def __init__(self, node: Node, leaving: Sequence[tuple[int, Edge, Branch]]) -> None:
-        self.node, self.kind, self.leaving = node, kind_of(node), leaving
+    def __init__(self, node: Node, kind: Kind, leaving: Sequence[tuple[int, Edge, Branch]]) -> None:
+        self.node, self.kind, self.leaving = node, kind, leaving
         self.branches = [*{branch: None for *_, branch in leaving}]
         self.grads: list[_Unwritten | None] | None = None
         self.found: list[_Kept] = []
@@ -304,7 +310,7 @@ class _Parted:
                 grad = _fitting(found[at], shapes[into][edge[1]])
                 self.found.append(_Kept(branch, edge, grad))
         if self.kind.saved:
-            _drop(self.node)
+            _drop(self.node, self.kind)
 
     def into(self, branch: Branch) -> list[tuple[Edge, Tensor]]:
         roots: list[tuple[Edge, Tensor]] = []
@@ -370,11 +376,11 @@ class _Weights:
         return begin, torch.ones((), device=start.device)
 
     def compute(self, parted: Sequence[_Parted]) -> None:
-        """Call those of these nodes that have not been called yet."""
-        self._waiting[:] = [x for x in parted if x.grads is not None]
-        if self._waiting:
+        """Call these nodes, which have not been called yet."""
+        if parted:
+            self._waiting[:] = parted
             begin = self._begin = self._begin or self._beginning()
-            edges = {edge: None for x in self._waiting for _, edge, _ in x.leaving}
+            edges = {edge: None for x in parted for _, edge, _ in x.leaving}
             _run([begin], [begin[0], *edges], keep=False)
             self._waiting.clear()
 
@@ -384,9 +390,9 @@ def _fitting(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     return grad if grad.shape == shape else grad.sum_to_size(shape)
 
 
-def _drop(node: Node) -> None:
+def _drop(node: Node, kind: Kind) -> None:
     """Free what a node that will not run any more has saved."""
-    for saved in saved_by(node):
+    for saved in saved_by(node, kind.saved):
         data = saved.data
         if saved.unpack_hook is not None:
             getattr(data, "forget", _nothing)()

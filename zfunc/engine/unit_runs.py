@@ -406,7 +406,7 @@ class UnitRun:
         running = self.info.running
         if running is not None and running.reached is not None:
             running.reached.update(self._reached(grads))
-        come = [g if g is None else dense(g) for g in grads]
+        come = [g if g is None or g.layout == torch.strided else dense(g) for g in grads]
         if self.partial is not None:
             come = [_add(a, b) for a, b in zip(self.partial, come, strict=True)]
         self.partial = come
@@ -515,7 +515,7 @@ class UnitRun:
             own: whether its memory was made for it.
         """
         value: Pending = Ready([*flats], own)
-        nbytes = sum(x.nbytes for x in flats)
+        nbytes = sum([x.nbytes for x in flats])
         flats.clear()
         for hook in self.owner.leave:
             if (value := hook(value, self.info)) is None:
@@ -582,7 +582,13 @@ class _Enter(torch.autograd.Function):
         return tuple(leaves)  # new tensors, which nobody else has
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        ctx.run.leave(grads)
-        return None, None, None
+        return (_leave_once if torch.is_grad_enabled() else _leave)(ctx, *grads)
+
+
+def _leave(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+    ctx.run.leave(grads)
+    return None, None, None
+
+
+_leave_once = torch.autograd.function.once_differentiable(_leave)  # nothing else where no graph is

@@ -400,13 +400,20 @@ class Layout:
     ) -> None:
         """Add leaves (in the order of ``by_flat``, flat by flat) to full flats; None is zero."""
         parts = self.parts_of(flats, sums)
-        pairs = [(part, x) for part, x in zip(parts, leaves, strict=True) if x is not None]
-        if pairs:
-            torch._foreach_add_([part for part, _ in pairs], [x for _, x in pairs])
+        targets, come = [], []
+        for part, x in zip(parts, leaves, strict=True):
+            if x is not None:
+                targets.append(part)
+                come.append(x)
+        if targets:
+            torch._foreach_add_(targets, come)
 
     def parts_of(self, flats: Sequence[int], full: Sequence[Tensor]) -> list[Tensor]:
         """The memory of each leaf in some full flats, in the order of ``by_flat``, flat by flat."""
-        return [part for i, x in zip(flats, full, strict=True) for part in self._parts(i, x)]
+        found: list[Tensor] = []
+        for i, x in zip(flats, full, strict=True):
+            found += self._parts(i, x)
+        return found
 
     def _concatenated(self, flat: int, leaves: Sequence[Tensor | None], full: Tensor) -> bool:
         """Fill a full flat in one operation of a CPU; false, with nothing done, if that can't be.
