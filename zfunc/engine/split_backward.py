@@ -27,7 +27,6 @@ What the first part has used up is freed, though its nodes are not: nodes hold t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ from zfunc.errors import BackwardError
 __all__ = ["SplitBackward"]
 
 NOWHERE = Ways((), (), ())  # of a graph that is used up
-_gradient_edge = partial(tuple.__new__, GradientEdge)  # by a call less than its own
 
 
 class SplitBackward:
@@ -330,11 +328,11 @@ def _run(
     found: list[Tensor | None] = [None] * len(goals)
     starts, seeds, ends, at = [], [], [], []
     for edge, seed in roots:
-        starts.append(_gradient_edge((*edge, None)))
+        starts.append(GradientEdge(*edge))
         seeds.append(seed)
     for k, goal in enumerate(goals):
         if goal is not None:
-            ends.append(_gradient_edge((*goal, None)))
+            ends.append(GradientEdge(*goal))
             at.append(k)
     if not starts or not ends:
         return found
