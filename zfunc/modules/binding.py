@@ -92,9 +92,11 @@ class LayerCall:
     """
 
     __slots__ = ("buffers", "cut", "mode", "ranks", "serial", "shared", "template", "unit")
+    __slots__ += ("zfunc_name",)  # the layer's in the module
 
     def __init__(self, template: Template, unit: int) -> None:
         self.template, self.unit = template, unit
+        self.zfunc_name = template.anatomy.units[unit].name
         self.serial, self.mode = template.serial, template.mode
         self.ranks, self.cut = template.wiring.ranks, template.wiring.layer
         if template.reaching[unit]:
@@ -111,11 +113,6 @@ class LayerCall:
             if template.bound[unit] is params:
                 return template.forwards[unit](*args, **kwargs)
             return template.run(unit, params, args, kwargs)
-
-    @property
-    def zfunc_name(self) -> str:
-        """The layer's name in the module."""
-        return self.template.anatomy.units[self.unit].name
 
     def __repr__(self) -> str:
         return f"LayerCall({self.zfunc_name})"
@@ -145,7 +142,7 @@ class Template:
         self.values: list[Any] = [None] * len(units)
         self.bound: list[Any] = [None] * len(units)
         self.resting: list[Any] = [None] * len(units)  # which of `unit_rest` is in the slots
-        self.lazy_sources = [LazySource() for _ in units]
+        self.lazy_source = LazySource()
         self.reaching = [bool(unit.shared or unit.buffers) for unit in units]
         self._find_slots()
         self.split = [
@@ -171,12 +168,13 @@ class Template:
         self,
         leaves: Iterable[TensorInfo],
         source: LazySource,
+        unit: int = -1,
         device: torch.device | None = None,
         dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
     ) -> list[Filled]:
         """What is in the slots between calls: tensors that say so when they are looked at."""
         lazies = [
-            (leaf, lazy_tensor(source, leaf, dtypes.get(leaf.dtype, leaf.dtype), device))
+            (leaf, lazy_tensor(source, unit, leaf, dtypes.get(leaf.dtype, leaf.dtype), device))
             for leaf in leaves
         ]
         return [(*slot, lazy) for leaf, lazy in lazies for slot in self._slots(leaf)]
@@ -246,8 +244,12 @@ class Template:
         write(params, self.node, self.values, self.anatomy.leaves, name)
         if any(isinstance(value, Ref) for value in self.values):
             self._face()
+        self.lazy_source.hold(self.values)
         for i, value in enumerate(self.values):
-            self.bind_unit(i, value)
+            if self.resting[i] is self.unit_rest[i] and isinstance(value, Ref):
+                self.bound[i] = value
+            else:
+                self.bind_unit(i, value)
         if self.pool.plan is not None:
             for rows, value in zip(self.split, (None, *self.values), strict=True):
                 check_parts(() if isinstance(value, Ref) else rows, self.pool.plan.ways)
@@ -300,8 +302,7 @@ class Template:
 
     def reach(self, over: bool) -> None:
         """Let layers' parameters be read from outside their calls; ``over``: no more."""
-        for source, value in zip(self.lazy_sources, self.values, strict=True):
-            source.hold(value if isinstance(value, Ref) and not over else None)
+        self.lazy_source.hold(() if over else self.values)
 
     def keep(self) -> ReplayedRegion:
         """What is here now, for a region of the module that backward runs again."""
@@ -332,10 +333,9 @@ class Template:
         """Take every tensor out again."""
         self.serial += 1
         _fill(self.rest)
+        self.lazy_source.hold(())
         for i, rest in enumerate(self.unit_rest):
-            if self.resting[i] is rest:
-                self.lazy_sources[i].hold(None)
-            else:
+            if self.resting[i] is not rest:
                 self.bind_unit(i, None)
         self.bound[:] = self.values[:] = [None] * len(self.values)
         self._release_buffers()
@@ -379,8 +379,6 @@ class Template:
             if self.resting[i] is not self.unit_rest[i]:
                 self.resting[i] = self.unit_rest[i]
                 _fill(self.unit_rest[i])
-            if self.lazy_sources[i].ref is not value:
-                self.lazy_sources[i].hold(value)
         else:
             unit, self.resting[i] = self.anatomy.units[i], None
             write(value, self.unit_nodes[i], [], unit.leaves, f"layer {unit.name}")
@@ -396,7 +394,7 @@ class Template:
             return
         self.facade = (device, dtypes)
         for i, unit in enumerate(self.anatomy.units):
-            self.unit_rest[i] = self._resting(unit.leaves, self.lazy_sources[i], device, dtypes)
+            self.unit_rest[i] = self._resting(unit.leaves, self.lazy_source, i, device, dtypes)
 
 
 @contextmanager

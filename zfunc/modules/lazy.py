@@ -33,33 +33,37 @@ METADATA = {
 
 
 class LazySource:
-    """Where the lazy tensors of one unit find its parameters during a call."""
+    """Where lazy tensors of units find their parameters during a call."""
 
-    __slots__ = ("differentiable", "ref")
+    __slots__ = ("differentiable", "values")
 
     def __init__(self) -> None:
-        self.ref: Ref | None = None
+        self.values: Sequence[Any] = ()
         self.differentiable = False
 
-    def hold(self, ref: Ref | None) -> None:
-        """From now on parameters come from ``ref``; None: the call is over."""
-        self.ref, self.differentiable = ref, ref is not None and torch.is_grad_enabled()
+    def hold(self, values: Sequence[Any]) -> None:
+        """From now on parameters come from what stands for a unit here, if it is a ``Ref``; none
+        are here: the call is over."""
+        self.values, self.differentiable = values, torch.is_grad_enabled()
 
-    def fetch(self, name: str, path: Sequence[str | int]) -> Any:
-        if self.differentiable and inside_function():
+    def fetch(self, unit: int, name: str, path: Sequence[str | int]) -> Any:
+        ref = self.values[unit] if self.values else None
+        if not isinstance(ref, Ref):
+            ref = None
+        if ref is not None and self.differentiable and inside_function():
             raise PlacementError(
                 f"parameter {name} was given to a torch.autograd.Function outside its layer's own "
                 "call, so its gradient would be lost. Pass it `weight + 0`, or choose other units: "
                 "functionalize(module, units=...)."
             )
-        if self.ref is None:
+        if ref is None:
             raise PlacementError(
                 f"parameter {name} was read after its apply() had returned. Read it inside the "
                 "model's forward, or take it from the params tree: zf.tree.get(params, path). A "
                 "module that recomputes itself in a way of its own reads it in backward: use "
                 "torch.utils.checkpoint there, or wrap the step instead, zf.remat(step)."
             )
-        node = self.ref.force()
+        node = ref.force()
         for key in path:
             node = node[key]
         return node
@@ -99,11 +103,15 @@ def _resolve(x: LazyTensor) -> Tensor:
 
 
 def lazy_tensor(
-    source: LazySource, leaf: TensorInfo, dtype: torch.dtype, device: torch.device | None
+    source: LazySource,
+    unit: int,
+    leaf: TensorInfo,
+    dtype: torch.dtype,
+    device: torch.device | None,
 ) -> LazyTensor:
-    """A parameter of a unit, found in what ``source`` resolves to; None means its own device."""
+    """A parameter of a unit, found in what ``source`` has for it; None means its own device."""
     lazy: LazyTensor = Tensor._make_wrapper_subclass(
         LazyTensor, leaf.shape, dtype=dtype, device=device or leaf.device
     )
-    lazy._fetch, lazy.trains = lambda: source.fetch(leaf.name, leaf.path), leaf.requires_grad
+    lazy._fetch, lazy.trains = lambda: source.fetch(unit, leaf.name, leaf.path), leaf.requires_grad
     return lazy

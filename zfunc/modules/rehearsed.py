@@ -40,15 +40,14 @@ def rehearsed(template: Template) -> AbstractContextManager[None]:
     if called is not False:
         return _traceless(template, called)
     layers = _layers(template)
-    return _without_hooks(template, layers) if any(map(_has_hooks, layers)) else _NOTHING
+    for part in layers:
+        if part._forward_pre_hooks or part._forward_hooks:
+            return _without_hooks(template, layers)
+    return _NOTHING
 
 
 def _layers(template: Template) -> list[nn.Module]:
     return [template.modules[unit.module] for unit in template.anatomy.units]
-
-
-def _has_hooks(part: nn.Module) -> bool:
-    return bool(part._forward_pre_hooks or part._forward_hooks)
 
 
 @contextmanager
