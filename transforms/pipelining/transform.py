@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import optree
@@ -264,9 +265,7 @@ class Pipeline(Meshed):
 
     def layer(self, call: Callable[..., Any], info: LayerInfo) -> Callable[..., Any]:
         run: Any = RUN.get()
-        if run is None:
-            return call
-        return lambda *xs, **kw: run.layer(call, info, xs, kw)
+        return call if run is None else partial(run.layer, call, info)
 
     def leave(self, value: Pending, unit: UnitInfo) -> Pending:
         return value if self.shard is None else self.shard.leave(value, unit)

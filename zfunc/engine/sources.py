@@ -67,7 +67,7 @@ class LayerRef(Ref):
     def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         owner = self.source.owner
         owner.close_others(self.runs)
-        params = self.force()
+        params = LayerRef.force(self)  # a stage's own gives ghosts outside of calls
         try:
             # What a recomputed layer saves is not kept, so there is nothing to redeem.
             if RECOMPUTED.get() or not any(run.foreign for run in self.runs):

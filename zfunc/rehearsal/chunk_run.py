@@ -354,9 +354,7 @@ class ChunkRun:
 
     # --- layers ---
 
-    def layer(
-        self, call: Callable[..., Any], info: LayerInfo, xs: tuple[Any, ...], kw: dict[str, Any]
-    ) -> Any:
+    def layer(self, call: Callable[..., Any], info: LayerInfo, /, *xs: Any, **kw: Any) -> Any:
         """What the ``layer`` hook comes to."""
         n = self.plan.positions.get(info.index)
         if n is None or self.within >= 0:
@@ -371,30 +369,34 @@ class ChunkRun:
             raise Done
         plain = not kw and LEAVES.issuperset(map(type, xs))
         ins = [*xs] if plain else flattened((xs, kw))[0]
-        self._compare(n, plan, info, ins)
+        layer = None if info.key is None else info.key[1]
+        if n != self.next or layer != plan.layer or len(ins) != plan.arguments:
+            raise self._unexpected(n, plan, layer, ins)
+        self.next += 1
         self._meet(n, "in", ins)
-        run = self._skip if plan.chunk != self.chunk else partial(self._compute, call)
-        out = run(xs, kw, n, plan, ins)
+        if plan.chunk != self.chunk:
+            out = self._skip(xs, kw, n, plan, ins)
+        else:
+            out = self._compute(call, xs, kw, n, plan, ins)
         if self.route.between:
             self.between.behind(n)
         return out
 
-    def _compare(self, n: int, plan: Called, info: LayerInfo, ins: Sequence[Any]) -> None:
-        layer = None if info.key is None else info.key[1]
-        if n != self.next or layer != plan.layer:
-            name = "unknown" if layer is None else self.plan.layout.layers[layer].name
-            if n != self.next:
-                raise self._differs(f"layer {name} runs, and it was the turn of {self._expected()}")
-            raise self._differs(
+    def _unexpected(
+        self, n: int, plan: Called, layer: int | None, ins: Sequence[Any]
+    ) -> CompositionError:
+        name = "unknown" if layer is None else self.plan.layout.layers[layer].name
+        if n != self.next:
+            return self._differs(f"layer {name} runs, and it was the turn of {self._expected()}")
+        if layer != plan.layer:
+            return self._differs(
                 f"layer {name} runs in the place of layer {plan.name}",
                 " A model that leaves layers out by chance (layerdrop) has to be told not to; "
                 "zf.drop_layers does it for all stages alike.",
             )
-        if len(ins) != plan.arguments:
-            raise self._differs(
-                f"layer {plan.name} got {len(ins)} arguments, and not {plan.arguments}"
-            )
-        self.next += 1
+        return self._differs(
+            f"layer {plan.name} got {len(ins)} arguments, and not {plan.arguments}"
+        )
 
     def _compute(
         self,
@@ -474,19 +476,18 @@ class ChunkRun:
         for p in plan.writes:
             self._written(ins[p], plan.chunk)
         around = containers((xs, kw)) if plan.returns_containers else []
-        outs = [self._stands_for(x, plan.chunk, ins, around) for x in plan.results]
-        self._meet(n, "out", outs)
-        self.skipped[n] = plan.rebuild(outs)
-        return self.skipped[n]
-
-    def _stands_for(self, x: Any, chunk: int, ins: Sequence[Any], around: Sequence[Any]) -> Any:
-        if type(x) is Same:
-            return ins[x.position]
-        if type(x) is SameContainer:
-            return around[x.position]
-        if type(x) is Spec:
-            return ghost_like(x.form, x.device, chunk, x.needs_grad)
-        return x
+        outs: list[Any] = []
+        for x in plan.results:
+            if type(x) is Spec:
+                outs.append(ghost_like(x.form, x.device, plan.chunk, x.needs_grad))
+            elif type(x) is Same:
+                outs.append(ins[x.position])
+            else:
+                outs.append(around[x.position] if type(x) is SameContainer else x)
+        if (n, "out") in self.route.places:  # what was given has been met
+            self._meet(n, "out", outs)
+        out = self.skipped[n] = outs[0] if plan.structure is None else plan.rebuild(outs)
+        return out
 
     def _written(self, x: Any, chunk: int) -> None:
         """An argument that the layer, which does not run here, would have written to."""

@@ -110,10 +110,7 @@ class GhostMemory:
         is_here: whether a tensor that is no ghost has it, too.
     """
 
-    __slots__ = ("chunk", "is_here", "needs", "version")
-
-    def __init__(self, is_here: bool = False) -> None:
-        self.version, self.chunk, self.needs, self.is_here = 0, -1, False, is_here
+    version, chunk, needs, is_here = 0, -1, False, False
 
     def written(self, chunk: int, needs: bool) -> None:
         """A chunk has written to it."""
@@ -176,8 +173,13 @@ def _own(tree: Any) -> Any:
     """The same in lists and dicts of its own."""
     kind = type(tree)
     if kind is list or kind is tuple:
-        return kind(map(_own, tree))
-    return {key: _own(x) for key, x in tree.items()} if kind is dict else tree
+        return kind([_own(x) if type(x) in _HOLDERS else x for x in tree])
+    if kind is dict:
+        return {key: _own(x) if type(x) in _HOLDERS else x for key, x in tree.items()}
+    return tree
+
+
+_HOLDERS = frozenset((list, tuple, dict))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

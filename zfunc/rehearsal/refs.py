@@ -27,7 +27,7 @@ class Seam(Transform):
 
         def through(*xs: Any, **kw: Any) -> Any:
             run: Any = RUN.get()
-            return call(*xs, **kw) if run is None else run.layer(call, info, xs, kw)
+            return call(*xs, **kw) if run is None else run.layer(call, info, *xs, **kw)
 
         return through
 
@@ -61,9 +61,6 @@ class StageRef(LayerRef):
     ) -> None:
         super().__init__(source, layer)
         self.device, self.compute = device, compute
-
-    def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-        return LayerRef(self.source, self.layer).call(fn, xs, kw)
 
     def force(self) -> Tree:
         if self.runs and all(run.entered is not None for run in self.runs):  # within its call

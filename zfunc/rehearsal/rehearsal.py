@@ -496,9 +496,7 @@ class _Rehearsal:
 
     # --- layers ---
 
-    def layer(
-        self, call: Callable[..., Any], info: LayerInfo, xs: tuple[Any, ...], kw: dict[str, Any]
-    ) -> Any:
+    def layer(self, call: Callable[..., Any], info: LayerInfo, /, *xs: Any, **kw: Any) -> Any:
         """What the ``layer`` hook comes to."""
         if info.key is None or info.key[0] is not None or self.inside:
             return call(*xs, **kw)
@@ -637,7 +635,9 @@ class _Rehearsal:
         """A layer's results: what it made is a new ghost, whatever it is made of."""
         known = {id(x): x for x in ins}
         given = [x for x in ins if isinstance(x, Tensor) and type(x) is not Ghost]
-        memories = {memory_id(x): GhostMemory(is_here=True) for x in given}
+        memories = {memory_id(x): GhostMemory() for x in given}
+        for memory in memories.values():
+            memory.is_here = True
         for x in outs:
             if isinstance(x, Tensor) and id(x) not in known:
                 known[id(x)] = self._result(x, memories)

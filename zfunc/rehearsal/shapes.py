@@ -136,7 +136,9 @@ class Arguments:
             self._see(x, key, shape)
         for name, x in kwargs.items():
             key.append(name)
-            if name == "device" and x is not None:
+            if type(x) in COMPARED and name != "device":  # most are
+                key += type(x), x
+            elif name == "device" and x is not None:
                 self.device = torch.device(x)
             else:
                 self._see(x, key, shape)
