@@ -182,6 +182,7 @@ class Template:
     def _find_slots(self) -> None:
         closed = LazySource()
         self.rest = self._resting(self.anatomy.root, closed)
+        self.roots = [(leaf.dtype, *self._slots(leaf)[0]) for leaf in self.anatomy.root]
         self.unit_rest = [self._resting(unit.leaves, closed) for unit in self.anatomy.units]
         self.buffers = {
             leaf.name: BufferSlot(self._slots(leaf, "_buffers")) for leaf in self.anatomy.buffers
@@ -215,7 +216,10 @@ class Template:
             params = self.values[i]
             # What layer() comes to where nothing surrounds layers, without its price.
             if isinstance(params, dict) and ((running := current()) is None or not running.around):
-                index, scope_of = (0, None) if running is None else running.next_layer()
+                if running is None:
+                    return forward(*args, **kwargs)
+                index, scope_of = running.layer_calls, running.layer_scope
+                running.layer_calls = index + 1
                 if scope_of is None:
                     return forward(*args, **kwargs)
                 with scope_of(index):
@@ -312,7 +316,10 @@ class Template:
             self.lease = weakref.ref(lease)
         return ReplayedRegion(lease)
 
-    def end(self) -> None:
+    def __enter__(self) -> Template:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         """The call is over; what may run again in backward keeps the parameters here."""
         lease = None if self.lease is None else self.lease()
         if lease is None:
@@ -387,9 +394,8 @@ class Template:
     def _face(self) -> None:
         """Let layers' parameters rest as lazy tensors of the kind that the root's are now."""
         device, dtypes = None, {}
-        for leaf in self.anatomy.root:
-            holder, attribute = self._slots(leaf)[0]
-            device, dtypes[leaf.dtype] = holder[attribute].device, holder[attribute].dtype
+        for dtype, holder, attribute in self.roots:
+            device, dtypes[dtype] = holder[attribute].device, holder[attribute].dtype
         if (device, dtypes) == self.facade:
             return
         self.facade = (device, dtypes)
@@ -463,17 +469,13 @@ class TemplatePool:
         self.variants[id(plan), rank], made.dropout = made, self.dropout
         return made
 
-    @contextmanager
-    def lend(self) -> Iterator[Template]:
-        """A template for one call; others may borrow theirs meanwhile, in any thread."""
+    def lend(self) -> Template:
+        """A template for one call, which is a block; others may borrow theirs meanwhile, in any
+        thread."""
         try:
-            template = self.idle.pop()
+            return self.idle.pop()
         except IndexError:
-            template = Template(self)
-        try:
-            yield template
-        finally:
-            template.end()
+            return Template(self)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {"skeleton": self.skeleton, "anatomy": self.anatomy, "fuses": self.fuses}

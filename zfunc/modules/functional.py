@@ -122,8 +122,8 @@ class Functional:
         mode = self._train if train is None else train
         pool, ranks = self._parts(params)
         watched = pool.dropout.watched(entered) if mode is None else _UNWATCHED
-        lent, around = pool.lend(), _alone(pool, entered)
-        with lent as template, watched, around, taken(template), rehearsed(template):
+        around = _alone(pool, entered)
+        with pool.lend() as template, watched, around, taken(template), rehearsed(template):
             _bind(template, entered, sources, mode, ranks)
             out = _call(template, args, kwargs)
             return (out, _restored(template.new_buffers(), sources, given)) if mutable else out

@@ -7,7 +7,7 @@ model whose leaves are all whole beside others in one tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,12 +36,17 @@ def splitting_of(params: Tree) -> tuple[SplitPlan, Group] | None:
         PlacementError: they are split by rules for functions, and a module runs on them.
         CompositionError: the plan is for another number of ranks.
     """
-    for leaf in _leaves(params):
-        part = _first_part(leaf)
-        if part is None:
-            return None  # others of the same tree are whole, too
-        if part.split is not None:
-            return _planned(part)
+    todo = [params]  # the first leaf, or what stands for several, comes last
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict | Layers):
+            todo += reversed([*node.values()] if isinstance(node, dict) else [*node])
+        elif node is not None:
+            part = _first_part(node)
+            if part is None:
+                return None  # others of the same tree are whole, too
+            if part.split is not None:
+                return _planned(part)
     return None
 
 
@@ -75,15 +80,6 @@ def _planned(part: Part) -> tuple[SplitPlan, Group] | None:
             f"{ranks.size}. Place them anew by a step for as many."
         )
     return plan, ranks
-
-
-def _leaves(node: Tree) -> Iterator[Any]:
-    """The leaves, or what stands for several."""
-    if isinstance(node, dict | Layers):
-        for child in node.values() if isinstance(node, dict) else node:
-            yield from _leaves(child)
-    elif node is not None:
-        yield node
 
 
 def _first_part(leaf: Any) -> Part | None:
