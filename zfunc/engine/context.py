@@ -59,11 +59,6 @@ class Context(Memory):
         made.__dict__.update(self.__dict__)
         return made
 
-    def next_layer(self) -> tuple[int, Callable[[int], AbstractContextManager[Any]] | None]:
-        """The next layer that is called, and what makes its scope of randomness, if it has one."""
-        index, self.layer_calls = self.layer_calls, self.layer_calls + 1
-        return index, self.layer_scope
-
     def __post_init__(self) -> None:
         # Not when asked: each microbatch has a copy of its own, and each layer asks.
         self.around = [t for t in reversed(self.transforms) if "layer" in t.acts_at]
@@ -79,9 +74,8 @@ PLACING: ContextVar[Any] = ContextVar("zfunc_placing", default=None)
 """The step whose ``place`` or ``init`` is running."""
 
 
-def current() -> Context | None:
-    """The context of the step that is running on this rank, if any."""
-    return RUNNING.get()  # type: ignore[return-value]  # pushed as what it is
+current: Callable[[], Context | None] = RUNNING.get  # type: ignore[assignment]  # what is pushed
+"""The context of the step that is running on this rank, if any."""
 
 
 def push(context: Context) -> Token[Memory | None]:

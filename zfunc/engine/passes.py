@@ -148,6 +148,8 @@ class Pass:
 
     def close_others(self, runs: Sequence[UnitRun]) -> None:
         """Release units of earlier layers that were kept for a neighbour's sake."""
+        if not self.lingering:
+            return
         for run in self.lingering:
             if run not in runs:
                 run.release()
@@ -235,17 +237,19 @@ class Pass:
     def computed(self) -> None:
         """Forward is done: what backward still needs is held by autograd, or gathered again."""
         self.close_others(())
+        made: list[UnitRun] = []
         for source in self.sources:
             if source.sink is not None:
                 source.sink.begin()
             for run in source.made:
+                made.append(run)
                 run.check_unwritten()
                 if run.entered is not None:
                     run.release()
-        gathered = (run for source in self.sources for run in source.made if run.sharded)
-        if (some := next((run for run in gathered if run.foreign), None)) is not None:
+        gathered = [run for run in made if run.sharded and run.foreign]
+        if gathered:
             # Memory is fullest here, and what was gathered is there no more.
-            pool(some.info.group).trim()
+            pool(gathered[0].info.group).trim()
         self._return_gaps()
         if self.accord is not None:
             self.accord.turn()
@@ -366,7 +370,8 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     running = context.current()
     if running is None:
         return _compute(fn, params, xs, kw)
-    index, scope_of = running.next_layer()
+    index, scope_of = running.layer_calls, running.layer_scope
+    running.layer_calls = index + 1
 
     def call(*xs: Any, **kw: Any) -> Any:
         inner = fn if scope_of is None else _scoped(fn, scope_of(index))

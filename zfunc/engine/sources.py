@@ -117,7 +117,10 @@ class Source:
         gathers: whether the ranks that agree on what comes next all take part when a unit enters.
         prepare: is given each unit before anybody has it.
         closed: whether the pass is over.
+        elsewhere: the device of leaves that are on other stages, and in which dtype they enter.
     """
+
+    elsewhere: tuple[torch.device, torch.dtype | None]
 
     def __init__(
         self,

@@ -372,7 +372,7 @@ class UnitRun:
         layout = self.info.layout
         out: list[Tensor] = []
         for i, full in zip(self.info.flats, values, strict=True):
-            out.extend(x.detach() for x in layout.views(i, full.detach()))
+            out += [x.detach() for x in layout.views(i, full.detach())]
         return out
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ values that others need have been met; then the run ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -138,7 +138,8 @@ def _as_sent(x: Tensor, spec: Spec) -> Tensor:
 def _recording() -> AbstractContextManager[None]:
     """A block for what comes and goes, which may be met first in ``no_grad``: it has a gradient for
     whoever uses it elsewhere."""
-    return torch.inference_mode(False)
+    here: AbstractContextManager[None] = torch._C._InferenceMode(False)  # without torch's wrapper
+    return here
 
 
 def _unleaved(x: Tensor) -> Tensor:
@@ -240,11 +241,13 @@ class ChunkRun:
         if self.chunk == 0:
             self._activate()
         tokens = RUN.set(self), CALLED.set(False)
-        between = self.route.between
-        watched = BetweenLayers(self) if between else nullcontext()
+        given = kwargs or {}
         try:
-            with uncompiled() if between else nullcontext(), watched:
-                out = fn(tree_of(self.roots), *args, **dict(kwargs or {}))
+            if self.route.between:
+                with uncompiled(), BetweenLayers(self):
+                    out = fn(tree_of(self.roots), *args, **given)
+            else:
+                out = fn(tree_of(self.roots), *args, **given)
         except Done:
             out = None
         finally:
@@ -373,7 +376,11 @@ class ChunkRun:
         if n != self.next or layer != plan.layer or len(ins) != plan.arguments:
             raise self._unexpected(n, plan, layer, ins)
         self.next += 1
-        self._meet(n, "in", ins)
+        for x in ins:
+            if type(x) is Ghost and x.recipe is not None:
+                settle(x)
+        if (n, "in") in self.route.places:
+            self._meet(n, "in", ins)
         if plan.chunk != self.chunk:
             out = self._skip(xs, kw, n, plan, ins)
         else:
@@ -425,6 +432,8 @@ class ChunkRun:
         self._compare_results(n, ins, out, outs)
         self.failed = -1
         self._watch(n, outs)
+        for x in outs:
+            settle(x)
         self._meet(n, "out", outs)
         return out
 
@@ -509,9 +518,6 @@ class ChunkRun:
     # --- values that come and go ---
 
     def _meet(self, n: int, side: str, leaves: Sequence[Any]) -> None:
-        for x in leaves:
-            if type(x) is Ghost and x.recipe is not None:
-                settle(x)
         for label in self.route.places.get((n, side), ()):
             self._goes(label, leaves[label[2]] if label[2] < len(leaves) else None)
 
