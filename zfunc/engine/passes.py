@@ -257,10 +257,12 @@ class Pass:
     def _return_gaps(self) -> None:
         """Return free blocks of the host's heap to the system, where a pass leaves many."""
         self.left_bytes = 0
-        if any(source.leaves_gaps for source in self.sources):
-            from zfunc.buffers.heap import return_freed  # for split leaves alone
+        for source in self.sources:
+            if source.leaves_gaps:
+                from zfunc.buffers.heap import return_freed  # for split leaves alone
 
-            return_freed()
+                return_freed()
+                break
 
     def finish(self) -> None:
         """Wait for everything under way, also for what was started in vain."""

@@ -433,7 +433,8 @@ class ChunkRun:
         self.failed = -1
         self._watch(n, outs)
         for x in outs:
-            settle(x)
+            if type(x) is Ghost:
+                settle(x)
         self._meet(n, "out", outs)
         return out
 

@@ -429,7 +429,7 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) 
     light = not (run is None or below or run.inside) and _is_light(func, ghosts)
     if run is not None and run.used(func, ghosts, light, below):
         return func(*args, **kwargs)
-    if not below and torch.is_autocast_enabled(ghosts[0].device.type):
+    if not below and torch.is_autocast_enabled(ghosts[0].place.type):
         with DisableTorchFunctionSubclass():  # the dispatcher knows what autocast means
             return func(*args, **kwargs)
     found = _found(func, args, kwargs, given)
@@ -461,7 +461,10 @@ def _in_torch_func(tensors: Sequence[Tensor]) -> bool:
 
 
 def _is_light(func: Any, ghosts: Sequence[Ghost]) -> bool:
-    return all(g.light for g in ghosts) and not (in_function() or _draws(func))
+    for g in ghosts:
+        if not g.light:
+            return False
+    return not (in_function() or _draws(func))
 
 
 def _draws(func: Any) -> bool:
@@ -535,10 +538,10 @@ def _results(
     ghosts: Sequence[Ghost],
     light: bool,
 ) -> Any:
-    tensors, device = given.tensors, given.device or ghosts[0].device
+    tensors, device = given.tensors, given.device or ghosts[0].place
     chunk = -1 if run is None else run.chunk
     needs = _kept(func) and any(map(_needs, tensors))
-    leaves = frozenset[int]().union(*(g.leaves or () for g in ghosts)) if light else None
+    leaves = frozenset[int]().union(*[g.leaves or () for g in ghosts]) if light else None
     place = -1
 
     def make(x: Given | Fresh) -> Tensor:
