@@ -89,10 +89,20 @@ class LayerCall:
 
     It stays valid when the model's call is over, because backward may recompute the
     layer then; so it carries what the layer takes from outside itself.
+    ``zfunc_name`` is its name in the module.
     """
 
-    __slots__ = ("buffers", "cut", "mode", "ranks", "serial", "shared", "template", "unit")
-    __slots__ += ("zfunc_name",)  # the layer's in the module
+    __slots__ = (
+        "buffers",
+        "cut",
+        "mode",
+        "ranks",
+        "serial",
+        "shared",
+        "template",
+        "unit",
+        "zfunc_name",
+    )
 
     def __init__(self, template: Template, unit: int) -> None:
         self.template, self.unit = template, unit
