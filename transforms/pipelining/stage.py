@@ -252,8 +252,8 @@ class PipelineStage:
 
     def tree_of(self, source: Source) -> Callable[[Mapping[int, Any]], Tree]:
         """The params tree for a run, given the leaves outside of layers."""
-        source.elsewhere = self.device, self.running.compute
-        return partial(source.tree, ref=StageRef)
+        ref = partial(StageRef, self.device, self.running.compute)
+        return partial(source.tree, ref=ref)
 
     def telling(self, action: tuple[str, int, int]) -> AbstractContextManager[None]:
         """A block that is one action of this stage: its errors say so, on all ranks."""

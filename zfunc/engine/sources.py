@@ -67,7 +67,7 @@ class LayerRef(Ref):
     def call(self, fn: Callable[..., Any], xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         owner = self.source.owner
         owner.close_others(self.runs)
-        params = LayerRef.force(self)  # a stage's own gives ghosts outside of calls
+        params = LayerRef.force(self)  # not what a subclass shows outside of calls
         try:
             # What a recomputed layer saves is not kept, so there is nothing to redeem.
             if RECOMPUTED.get() or not any(run.foreign for run in self.runs):
@@ -117,10 +117,7 @@ class Source:
         gathers: whether the ranks that agree on what comes next all take part when a unit enters.
         prepare: is given each unit before anybody has it.
         closed: whether the pass is over.
-        elsewhere: the device of leaves that are on other stages, and in which dtype they enter.
     """
-
-    elsewhere: tuple[torch.device, torch.dtype | None]
 
     def __init__(
         self,

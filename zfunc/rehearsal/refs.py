@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
+import torch
 
 from zfunc.engine.hooks import LayerInfo
 from zfunc.engine.primitives import Ref
-from zfunc.engine.sources import LayerRef
+from zfunc.engine.sources import LayerRef, Source
 from zfunc.engine.step import Transform
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.ghosts import RUN, ghost_leaves
@@ -55,11 +56,17 @@ class StageRef(LayerRef):
     """A layer in a run of a stage. Its parameters enter for its call; who looks at them elsewhere
     sees ghosts, on this stage as on those that do not have the layer."""
 
+    def __init__(
+        self, device: torch.device, compute: torch.dtype | None, source: Source, layer: int
+    ) -> None:
+        super().__init__(source, layer)
+        self.device, self.compute = device, compute
+
     def force(self) -> Tree:
         if self.runs and all(run.entered is not None for run in self.runs):  # within its call
             return super().force()
         indices = range(self.span.start, self.span.stop)
-        ghosts = ghost_leaves(self.layout, *self.source.elsewhere, indices)
+        ghosts = ghost_leaves(self.layout, self.device, self.compute, indices)
         return optree.tree_unflatten(self.span.spec, [ghosts.get(i) for i in indices])
 
 
