@@ -45,6 +45,7 @@ __all__ = ["init", "launch"]
 
 T = TypeVar("T")
 LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+PAUSE = 0.05  # seconds between two looks at the ranks, which each look costs time
 GRACE = 3.0  # seconds that the other ranks get to report once one has failed
 
 
@@ -268,7 +269,7 @@ def _gather(ranks: list[_Rank]) -> dict[int, Any]:
             deadline = time.monotonic() + GRACE
         if any(not isinstance(error, DesyncError) for error in errors.values()):
             break  # a cause, not a consequence: nothing better will come
-        time.sleep(0.01)
+        time.sleep(PAUSE)
     if errors:
         raise _culprit(errors)
     return results
