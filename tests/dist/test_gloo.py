@@ -18,7 +18,7 @@ import zfunc as zf
 import zfunc.ranks.world
 from tests.dist.counters import kernel_bytes_sent
 from zfunc.errors import DesyncError
-from zfunc.ranks import control_channel
+from zfunc.ranks import control_channel, launching
 from zfunc.ranks.axes import group
 from zfunc.ranks.collectives import pmean, psum
 from zfunc.ranks.comm import even_cuts, ledger
@@ -292,6 +292,22 @@ def test_launch_reports_a_result_that_cannot_travel() -> None:
     with pytest.raises(RuntimeError, match="result could not be sent") as caught:
         launch(lambda: (step for step in ()), nprocs=1)
     assert "rank 0" in "".join(caught.value.__notes__)
+
+
+def test_launch_waits_for_nothing_behind_the_last_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Done:
+        rank = 0
+
+        def done(self) -> bool:
+            seen.append("look")
+            return len(seen) > 3
+
+    seen: list[str] = []
+    monkeypatch.setattr(launching, "_outcome", lambda rank: (True, "a result"))
+    monkeypatch.setattr(launching, "PAUSE", 0)
+    monkeypatch.setattr(launching.time, "sleep", lambda _: seen.append("sleep"))
+    assert launching._gather([Done()]) == {0: "a result"}  # type: ignore[list-item]
+    assert seen[-1] == "look"
 
 
 def test_ranks_end_with_their_parent(tmp_path: Path) -> None:

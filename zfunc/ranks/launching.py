@@ -260,6 +260,7 @@ def _gather(ranks: list[_Rank]) -> dict[int, Any]:
     errors: dict[int, BaseException] = {}
     deadline = float("inf")
     while len(results) + len(errors) < len(ranks) and time.monotonic() < deadline:
+        time.sleep(PAUSE)  # first: nobody is done yet, and behind the last result nothing waits
         for rank in ranks:
             if rank.rank in results or rank.rank in errors or not rank.done():
                 continue
@@ -269,7 +270,6 @@ def _gather(ranks: list[_Rank]) -> dict[int, Any]:
             deadline = time.monotonic() + GRACE
         if any(not isinstance(error, DesyncError) for error in errors.values()):
             break  # a cause, not a consequence: nothing better will come
-        time.sleep(PAUSE)
     if errors:
         raise _culprit(errors)
     return results
