@@ -480,8 +480,7 @@ class TemplatePool:
         return made
 
     def lend(self) -> Template:
-        """A template for one call, which is a block; others may borrow theirs meanwhile, in any
-        thread."""
+        """A template for one ``with`` block; others may borrow theirs meanwhile, in any thread."""
         try:
             return self.idle.pop()
         except IndexError:

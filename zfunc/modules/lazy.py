@@ -42,8 +42,8 @@ class LazySource:
         self.differentiable = False
 
     def hold(self, values: Sequence[Any]) -> None:
-        """From now on parameters come from what stands for a unit here, if it is a ``Ref``; none
-        are here: the call is over."""
+        """From now on a unit's parameters come from what ``values`` has for it, if that is a
+        ``Ref``. Without values the call is over."""
         self.values, self.differentiable = values, torch.is_grad_enabled()
 
     def fetch(self, unit: int, name: str, path: Sequence[str | int]) -> Any:

@@ -92,7 +92,8 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
     Where a rank has a choice it does what needs no message that is sent only then. So no message is
     waited for but on the way in and out, for more microbatches no more than for few, and a schedule
-    loses little where F, I and W do not take the same time. Two such orders are tried.
+    loses little where F, I and W do not take the same time. Two such orders are tried, and the
+    shorter one is kept.
 
     Raises:
         ScheduleError: a number is less than 1.
