@@ -86,9 +86,11 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
     """Zero bubble with two chunks on each rank: down the ranks, and up again.
 
     Rank r owns chunks r and 2P - 1 - r, so the first rank has the beginning and the end of a model.
-    No rank holds more than 2P chunks, which is what the first one holds under 1F1B. Where F, I and
-    W of a chunk take the same time as little is idle as can be, (P - 1) / (6M + P - 1), from M = P
-    on.
+    No rank holds more than 2P chunks, which is what the first one holds under 1F1B. On the last
+    rank nearly all of them wait for their W at times. That matters where a layer keeps more for W
+    than for I, gradients included: linear layers do, those of a transformer do not.
+    Where F, I and W of a chunk take the same time as little is idle as can be,
+    (P - 1) / (6M + P - 1), from M = P on.
 
     Where a rank has a choice it does what needs no message that is sent only then. So no message is
     waited for but on the way in and out, for more microbatches no more than for few, and a schedule
