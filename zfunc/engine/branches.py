@@ -257,7 +257,10 @@ def saved_by(node: Node, names: Iterable[str]) -> Sequence[Any]:
     went through."""
     found: list[Any] = []
     for name in names:
-        value = getattr(node, name)
+        try:
+            value = getattr(node, name)
+        except RuntimeError:  # a Function that has run already has nothing, which it may need not
+            continue
         if isinstance(value, tuple):
             found += value
         else:

@@ -71,6 +71,8 @@ class Pass:
         running: the context of the call, if there is one.
         most_in_flight: bytes of gradients that were on their way at once.
         left_bytes: of gradients that have left since gaps in the heap were returned.
+        runs_forward: whether the function runs. A backward that it starts itself leaves gradients
+            with autograd, and not here.
         spill: where gradients go that are not to stay in memory (with ``begin`` at the end of
             forward, ``put`` of each unit, ``node``): a function of their layout
             and whether they are cut.
@@ -100,6 +102,7 @@ class Pass:
     in_flight: int = 0
     most_in_flight: int = 0
     left_bytes: int = 0
+    runs_forward: bool = True
 
     def __post_init__(self) -> None:
         self.tick = torch.zeros(0, requires_grad=True)  # without a value: see SplitBackward
@@ -236,6 +239,7 @@ class Pass:
 
     def computed(self) -> None:
         """Forward is done: what backward still needs is held by autograd, or gathered again."""
+        self.runs_forward = False
         self.close_others(())
         made: list[UnitRun] = []
         for source in self.sources:

@@ -142,12 +142,14 @@ class CommonLeaves:
 
     Attributes:
         leaves: all of them, once a pass has made them.
-        sums: the flats whose parts are their gradients now.
+        sums: the flats whose parts are their gradients, while a backward runs.
+        parts: those, of the trainable ones.
     """
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
         self.sums: list[Tensor] = []
+        self.parts: list[Tensor] = []
 
     @property
     def usable(self) -> bool:
@@ -159,7 +161,7 @@ class CommonLeaves:
         return any(x is leaves[0] for x in self.leaves)
 
     def adds_into(self, sums: Sequence[Tensor]) -> bool:
-        """Whether gradients are parts of these flats already."""
+        """Whether the parts are those of these flats."""
         return len(sums) == len(self.sums) and all(map(operator.is_, sums, self.sums))
 
 
@@ -193,9 +195,11 @@ def add_into(
         leaves: the trainable ones, in the order of the layout.
         common: what may have them in common with other passes.
     """
-    if common is not None and common.has(leaves):
-        if common.adds_into(sums):
-            return
-        common.sums = [*sums]
-    for leaf, part in zip(leaves, layout.parts_of(flats, sums), strict=True):
+    if common is None or not common.has(leaves):
+        parts = layout.parts_of(flats, sums)
+    else:
+        if not common.adds_into(sums):
+            common.sums, common.parts = [*sums], layout.parts_of(flats, sums)
+        parts = common.parts
+    for leaf, part in zip(leaves, parts, strict=True):
         leaf.grad = part

@@ -478,14 +478,16 @@ class UnitRun:
             sums = None if self.owner.take is None else self.owner.take(self.info)
             fresh, sums = sums is None, sums or self._nothing(entries[0])
             add_into(sums, entries[0], self.info.layout, self.info.trainable, self.common)
-            return entries[0], partial(self._added, sums, fresh, versions(sums))
-        if self.common is not None:  # other passes have left something there
-            self.common.sums = []
-            for x in entries[0] if entries else ():
-                x.grad = None
+            return entries[0], partial(self._added, entries[0], sums, fresh, versions(sums))
+        for x in chain.from_iterable(entries):  # a backward within the function has left it there
+            x.grad = None
         return [*chain.from_iterable(entries)], partial(self._added_up, entries)
 
-    def _added(self, sums: list[Tensor], fresh: bool, before: list[int] | None) -> None:
+    def _added(
+        self, leaves: Sequence[Tensor], sums: list[Tensor], fresh: bool, before: list[int] | None
+    ) -> None:
+        for x in leaves:  # what other passes have in common: their functions may run backward
+            x.grad = None
         if not (fresh and before and versions(sums) == before):
             self.part(sums, own=fresh)  # unless no gradient has come
 
@@ -587,7 +589,8 @@ class _Enter(torch.autograd.Function):
 
 
 def _leave(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-    ctx.run.leave(grads)
+    if not ctx.run.owner.runs_forward:
+        ctx.run.leave(grads)
     return None, None, None
 
 
