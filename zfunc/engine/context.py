@@ -59,6 +59,11 @@ class Context(Memory):
         made.__dict__.update(self.__dict__)
         return made
 
+    def next_layer(self) -> tuple[int, Callable[[int], AbstractContextManager[Any]] | None]:
+        """The next layer that is called, and what makes its scope of randomness, if it has one."""
+        index, self.layer_calls = self.layer_calls, self.layer_calls + 1
+        return index, self.layer_scope
+
     def __post_init__(self) -> None:
         # Not when asked: each microbatch has a copy of its own, and each layer asks.
         self.around = [t for t in reversed(self.transforms) if "layer" in t.acts_at]

@@ -376,8 +376,7 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     running = context.current()
     if running is None:
         return _compute(fn, params, xs, kw)
-    index, scope_of = running.layer_calls, running.layer_scope
-    running.layer_calls = index + 1
+    index, scope_of = running.next_layer()
 
     def call(*xs: Any, **kw: Any) -> Any:
         inner = fn if scope_of is None else _scoped(fn, scope_of(index))

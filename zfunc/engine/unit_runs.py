@@ -594,4 +594,5 @@ def _leave(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
     return None, None, None
 
 
-_leave_once = torch.autograd.function.once_differentiable(_leave)  # nothing else where no graph is
+# It refuses to be differentiated again, which can be asked for only where a graph is recorded.
+_leave_once = torch.autograd.function.once_differentiable(_leave)

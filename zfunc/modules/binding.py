@@ -228,8 +228,7 @@ class Template:
             if isinstance(params, dict) and ((running := current()) is None or not running.around):
                 if running is None:
                     return forward(*args, **kwargs)
-                index, scope_of = running.layer_calls, running.layer_scope
-                running.layer_calls = index + 1
+                index, scope_of = running.next_layer()
                 if scope_of is None:
                     return forward(*args, **kwargs)
                 with scope_of(index):
