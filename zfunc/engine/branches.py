@@ -30,6 +30,8 @@ PRODUCTS = (
     *("ConvDepthwise2D", "ConvDepthwise3D"),
 )
 MATMULS = "Mm", "Addmm", "Bmm", "Baddbmm"
+# What has come for them is what their operands get, but for a factor.
+SUMS = "Add", "Sub"
 # They compute the gradients of all operands together, with products in it.
 AT_ONCE = "ScaledDotProduct", "Attention", "Rnn", "Lstm", "Solve", "Linalg", "Ormqr"
 
@@ -277,6 +279,7 @@ class Kind:
         product: whether the gradients of operands are products, each computed by itself.
         matmul: whether it is a product of matrices: one operand's gradient takes nothing but the
             other.
+        hands_on: whether it does nothing but hand on the gradient that comes.
         at_once: whether it computes the gradients of all operands together, with products in it.
         saved: the names of what it has saved.
     """
@@ -287,6 +290,7 @@ class Kind:
         self.compiled = self.function and name == "CompiledFunction"
         self.product = name in PRODUCTS and not self.function
         self.matmul = name in MATMULS and self.product
+        self.hands_on = name in SUMS and not self.function
         self.at_once = any(word in name for word in AT_ONCE)
         self.saved = [name for name in dir(type(node)) if name.startswith("_raw_saved")]
 

@@ -217,11 +217,13 @@ class SplitBackward:
         """Compute what is cheap, and drop what is not needed any more."""
         if not parted:
             return  # autograd has freed everything by itself
-        cheap, needed = [], set()
+        cheap, needed, shapes = [], set(), dict[Node, list[tuple[int, ...]]]()
         for x in self._kept:
             if isinstance(x, _Parted):
                 if x.kind.product:
                     needed.add(x.node)
+                elif x.kind.hands_on:  # nothing to leave out, so it needs no run of autograd
+                    x.compute(shapes)
                 else:
                     cheap.append(x)
         _Weights().compute(cheap)
