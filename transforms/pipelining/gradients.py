@@ -164,12 +164,15 @@ class _Step(PipelineStage):
         """The result, alike on all stages but for the parts of gradients that they have."""
         do = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
         self.lend()
-        for kind, i, k in self.row:
+        told = None
+        for n, (kind, i, k) in enumerate(self.row, 1):
+            if n == len(self.row):  # the losses are there, and stages that are done wait for them
+                told = self._tell()
             with self.telling((kind, i, k)):
                 self.wire.post_ahead()
                 do[kind](i, k)
         self._take_back()
-        told = self._tell()
+        told = told or self._tell()
         self.wire.finish()
         results: dict[tuple[int, int], Pending] = {}
         self.finished.append(self._root_pass())
