@@ -32,7 +32,7 @@ from zfunc.ranks.routes import (
     goes_whole,
     reduce_scatter_bytes,
 )
-from zfunc.ranks.transfers import Direction, TensorSpec, TransferHandle
+from zfunc.ranks.transfers import Complete, Direction, TensorSpec, TransferHandle
 from zfunc.ranks.transport import Collective, Steps, Transport, announced, announcement
 from zfunc.ranks.world import World
 
@@ -180,9 +180,10 @@ class ConnectedGroup(Group):
         call = Collective("send", label, digest, self._numbers["send", to])
         self._book(call, sum(map(NBYTES, parts)), HEADER_BYTES)
         try:
-            return TransferHandle(self._transport.messages.send(call, to, parts), self)
+            under_way = self._transport.messages.send(call, to, parts)
         except DesyncError as error:
             return TransferHandle(error, self)
+        return Handle(None) if type(under_way) is Complete else TransferHandle(under_way, self)
 
     def receive(
         self,

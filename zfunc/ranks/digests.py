@@ -34,7 +34,7 @@ def as_bytes(x: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     data: Any
     if x.dtype in _BUFFERS:  # twice as fast as what suits all
-        data = x.detach().numpy()
+        data = (x.detach() if x.requires_grad else x).numpy()
         return memoryview(data).cast("B") if data.size else memoryview(b"")
     flat = x.detach().as_strided((x.numel(),), (1,))  # a lone element may have any stride
     data = flat.view(torch.uint8).numpy()
