@@ -37,6 +37,7 @@ from zfunc.engine.unit_info import Ready
 from zfunc.errors import CompositionError
 from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group
+from zfunc.ranks.keys import series
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label
 from zfunc.schedules.pipeline_schedule import Schedule
@@ -137,7 +138,7 @@ class _Step(PipelineStage):
         batches = list(microbatches(asked, n, own, exact=True, by=by))
         where = schedule.rank_of, schedule.actions, ranks, ("loss", running.asked)
         super().__init__(running, asked.loss_fn, asked.params, batches, *where)
-        if not isinstance(self._returned()[0], Mean):
+        if len(self._found) > 1 and not isinstance(self._returned()[0], Mean):
             next(microbatches(asked, n, own, by=by))  # raises where the mean of means is no mean
         self.call = running.differentiated
         running.differentiated += n
@@ -165,12 +166,14 @@ class _Step(PipelineStage):
         do = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
         self.lend()
         told = None
-        for n, (kind, i, k) in enumerate(self.row, 1):
-            if n == len(self.row):  # the losses are there, and stages that are done wait for them
-                told = self._tell()
-            with self.telling((kind, i, k)):
-                self.wire.post_ahead()
-                do[kind](i, k)
+        drawing = NOT_DRAWING if self.running.key is None else series()
+        with drawing, torch.enable_grad():
+            for n, (kind, i, k) in enumerate(self.row, 1):
+                if n == len(self.row):  # the losses are there, and whoever is done waits for them
+                    told = self._tell()
+                with self.telling((kind, i, k)):
+                    self.wire.post_ahead()
+                    do[kind](i, k)
         self._take_back()
         told = told or self._tell()
         self.wire.finish()
@@ -223,7 +226,7 @@ class _Step(PipelineStage):
         owner, source = self._new(i, k)
         part = self.parts[i, k] = _Passage(owner, self.run_of(i, k, source))
         drawn = partial(randomness, call=self.call + i)
-        with self.within(owner) as running, drawn(running), torch.enable_grad():
+        with self.within(owner) as running, drawn(running):
             if running.layer_scope is not None:
                 part.drawing = running.layer_scope(BACKWARD)
             out = part.run.run(self.fn, self.tree_of(source), *self.given(i))

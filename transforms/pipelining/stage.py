@@ -232,6 +232,8 @@ class PipelineStage:
         if self.keeps or self.layout.layer_of_unit[u] < 0:
             run.hooks = (partial(self._enters, run),)
             run.common = self._common.setdefault(u, CommonLeaves())
+            if (there := self.source.run(u).values) is not None:
+                run.stored = run.values = there
 
     def _enters(self, run: UnitRun, value: Pending, unit: UnitInfo) -> Pending:
         run.stored = self.entered(unit.index)

@@ -372,7 +372,8 @@ class UnitRun:
         layout = self.info.layout
         out: list[Tensor] = []
         for i, full in zip(self.info.flats, values, strict=True):
-            out += [x.detach() for x in layout.views(i, full.detach())]
+            full = full.detach() if full.requires_grad else full
+            out += [x.detach() for x in layout.views(i, full)]
         return out
 
     def release(self) -> None:
