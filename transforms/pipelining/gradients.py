@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zfunc.buffers.readings import number, on_host
 from zfunc.engine.communication import communication
@@ -144,6 +144,7 @@ class _Step(PipelineStage):
         running.differentiated += n
         self.losses = Losses(communication(running).everyone, n)
         self.row = schedule.actions[self.me]
+        self.tick = get_gradient_edge(self.base.tick)
         self.ends_with = {k: i for kind, i, k in self.row if kind in "BW"}
         # Microbatches whose gradients come in one part. Autograd adds each to the sums as it comes,
         # those of the first to zeros: those of a whole layer never stand beside the sums.
@@ -214,6 +215,7 @@ class _Step(PipelineStage):
         sums = SumsOfPass(self.root, self.sums[k], last=self.ends_with[k] == i)
         owner = new_pass(self.running, sums)
         owner.adds = owner.adds and (i, k) in self.adding
+        owner.tick = self.base.tick
         source = self.take_part(owner, self.hold)
         layers = [] if self.keeps else [(source.index, u) for u in self.layers(k)]
         order: Sequence[tuple[int, int]] = [*layers, *reversed(layers)]
@@ -286,7 +288,7 @@ class _Step(PipelineStage):
         part = self.parts[i, k]
         inputs, begins = part.run.inputs, [*part.run.begins.values()]
         goals: list[Tensor | GradientEdge] = [*inputs.values(), *(edge for edge, _ in begins)]
-        part.backward = SplitBackward(self._outs(i, k), goals, [part.owner.tick])
+        part.backward = SplitBackward(self._outs(i, k), goals, [self.tick])
 
         def tell(grads: list[Tensor | None]) -> None:
             self._reply(i, k, dict(zip(inputs, grads, strict=False)))

@@ -105,8 +105,12 @@ class Pass:
     runs_forward: bool = True
 
     def __post_init__(self) -> None:
-        self.tick = torch.zeros(0, requires_grad=True)  # without a value: see SplitBackward
         self.ends: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]] = []
+
+    @cached_property
+    def tick(self) -> Tensor:
+        """Without a value: see SplitBackward."""
+        return torch.zeros(0, requires_grad=True)
 
     def add(
         self,
