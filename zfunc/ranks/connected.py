@@ -32,7 +32,7 @@ from zfunc.ranks.routes import (
     goes_whole,
     reduce_scatter_bytes,
 )
-from zfunc.ranks.transfers import Complete, Direction, TensorSpec, TransferHandle
+from zfunc.ranks.transfers import SENT, Complete, Direction, TensorSpec, TransferHandle
 from zfunc.ranks.transport import Collective, Steps, Transport, announced, announcement
 from zfunc.ranks.world import World
 
@@ -178,12 +178,13 @@ class ConnectedGroup(Group):
         digest, _ = announcement("message", label, what)  # the same on both ranks
         self._numbers["send", to] += 1
         call = Collective("send", label, digest, self._numbers["send", to])
-        self._book(call, sum(map(NBYTES, parts)), HEADER_BYTES)
+        for book in tuple(self.world.ledgers):
+            book.record("send", label, self.axis, sum(map(NBYTES, parts)), HEADER_BYTES)
         try:
             under_way = self._transport.messages.send(call, to, parts)
         except DesyncError as error:
             return TransferHandle(error, self)
-        return Handle(None) if type(under_way) is Complete else TransferHandle(under_way, self)
+        return SENT if type(under_way) is Complete else TransferHandle(under_way, self)
 
     def receive(
         self,
@@ -311,9 +312,7 @@ class ConnectedGroup(Group):
         return sum(chunk.nbytes for chunk in args[0]) - data.nbytes, None  # all_to_all
 
     def _record(self, call: Collective, sent: int, data: Tensor | None) -> None:
-        self._book(call, sent, HEADER_BYTES * self._transport.headers_sent(call.kind, data))
-
-    def _book(self, call: Collective, sent: int, headers: int) -> None:
+        headers = HEADER_BYTES * self._transport.headers_sent(call.kind, data)
         for book in tuple(self.world.ledgers):
             book.record(call.kind, call.label, self.axis, sent, headers)
 

@@ -33,7 +33,7 @@ from zfunc.ranks.accounting import HEADER_BYTES
 from zfunc.ranks.listening import HERE, listening_socket, loopback_only
 from zfunc.ranks.shared_memory import WORD_BYTES, Inbox, Outbox, Posted, is_open_to, spread
 
-__all__ = ["NOTHING", "ControlChannel"]
+__all__ = ["NOTHING", "ControlChannel", "Payload"]
 
 HEADER = struct.Struct("<qq")
 assert HEADER.size == HEADER_BYTES
@@ -59,7 +59,7 @@ V = TypeVar("V")
 
 NOTHING = memoryview(bytearray())
 Cards = Callable[[int], bytes]
-Payload = bytearray | Posted  # or where it is in the sender's outbox
+Payload = bytes | bytearray | Posted  # or where it is in the sender's outbox
 Closable = socket.socket | selectors.BaseSelector | Inbox | Outbox
 
 
@@ -86,7 +86,7 @@ class ControlChannel:
         self._notes: dict[tuple[int, int], Payload] = {}
         self._texts: dict[int, str] = {}
         self._arrived: defaultdict[int, int] = defaultdict(int)
-        self._messages: dict[tuple[int, int], tuple[int, int, Payload]] = {}
+        self._messages: dict[tuple[int, int], tuple[int, Payload]] = {}
         self._told: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
         self._names: defaultdict[int, OrderedDict[int, str]] = defaultdict(OrderedDict)
         self._host, self._cards = _host(), dict[int, bytes]()
@@ -157,7 +157,7 @@ class ControlChannel:
 
     def take(self, peer: int, ticket: int, into: memoryview = NOTHING) -> None:
         """Copy the payload that came with a header into ``into``; both are dropped here."""
-        self._fill(peer, self._early.pop((peer, ticket))[2], into)
+        self.fill(peer, self._early.pop((peer, ticket))[2], into)
 
     def send_note(self, peer: int, number: int, payload: memoryview = NOTHING) -> None:
         """Send a message outside the order of the headers; a number identifies it.
@@ -177,7 +177,7 @@ class ControlChannel:
         """
         while (peer, number) not in self._notes:
             self._read(peer, self._timeout)
-        self._fill(peer, self._notes.pop((peer, number)), into)
+        self.fill(peer, self._notes.pop((peer, number)), into)
 
     def expect(self, peer: int) -> None:
         """Connect to a peer from which messages come: it can be told, and its memory be read.
@@ -208,7 +208,7 @@ class ControlChannel:
         digest: int,
         name: Callable[[int], str],
         length: int,
-        parts: Sequence[memoryview] = (),
+        parts: Sequence[bytes | memoryview] = (),
     ) -> bool:
         """Send the header of a message to this peer alone; messages are in an order of their own.
 
@@ -242,8 +242,8 @@ class ControlChannel:
         self._push(peer, memoryview(HEADER.pack(digest, length | kind) + where))
         return bool(where)
 
-    def receive_message(self, peer: int, number: int) -> tuple[int, int, bool]:
-        """The digest and length of the peer's message with this number, and whether it is here.
+    def take_message(self, peer: int, number: int) -> tuple[int, Payload]:
+        """The digest of the peer's message with this number, and what came with it; once.
 
         Raises:
             TimeoutError: its header did not come in time.
@@ -251,18 +251,13 @@ class ControlChannel:
         """
         while self._arrived[peer] < number:
             self._read(peer, self._timeout)
-        digest, length, payload = self._messages[peer, number]
-        return digest, length, bool(payload)
+        return self._messages.pop((peer, number))
 
     def has_message(self, peer: int, number: int) -> bool:
         """Whether the header of a message is there; this waits for nothing."""
         if self._arrived[peer] < number and self._server in self._open:
             self._sort_out(self._watched.select(0))
         return self._arrived[peer] >= number
-
-    def take_message(self, peer: int, number: int, into: Sequence[memoryview] = ()) -> None:
-        """Copy the payload that came with a message to these places; both are dropped here."""
-        self._fill(peer, self._messages.pop((peer, number))[2], *into)
 
     def name_of(self, peer: int, digest: int) -> str | None:
         """What a peer has said that this digest of a message is of."""
@@ -313,7 +308,8 @@ class ControlChannel:
                 if not is_over():
                     raise
 
-    def _fill(self, peer: int, payload: Payload, *into: memoryview) -> None:
+    def fill(self, peer: int, payload: Payload, *into: memoryview) -> None:
+        """Copy a payload that came from a peer to these places."""
         if isinstance(payload, Posted):
             self._inboxes[peer].take(payload, *into)
         else:
@@ -416,8 +412,10 @@ class ControlChannel:
             self._watched.unregister(sock)
 
     def _sort(self, peer: int, part: bytes) -> None:
-        data = self._unread[peer]
-        data += part
+        unread = self._unread[peer]
+        data = unread or part  # mostly a message comes as a whole
+        if unread:
+            unread += part
         start, end = 0, len(data)
         while end >= start + HEADER_BYTES:
             kind, number = HEADER.unpack_from(data, start)
@@ -442,12 +440,15 @@ class ControlChannel:
                 self._notes[peer, number] = payload
             elif number & ALONE:
                 self._arrived[peer] += 1
-                self._messages[peer, self._arrived[peer]] = kind, number ^ ALONE, payload
+                self._messages[peer, self._arrived[peer]] = kind, payload
             else:
                 self._heard[peer] += 1
                 self._early[peer, self._heard[peer]] = kind, number, payload
             start = stop
-        del data[:start]
+        if data is unread:
+            del unread[:start]
+        else:
+            unread += part[start:]
 
     def _serve(self, deadline: float, pushing: int | None = None) -> None:
         """Wait until something can be read, or the peer ``pushing`` takes more, and read it.

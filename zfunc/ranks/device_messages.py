@@ -89,7 +89,7 @@ class DeviceMessages(Messages):
         self._host.expect(call, peer)
         tensors = [spec.empty(device) for spec in specs]
         flat = [x.view(-1).view(torch.uint8) for x in tensors if x.numel()]
-        check = partial(self._host.check, call, peer)
+        check = partial(self._host.take, call, peer)
         return Received(_start("recv", group, flat), tensors, partial(self._later, check))
 
     def _group(self, call: Collective, direction: Direction) -> dist.ProcessGroup:

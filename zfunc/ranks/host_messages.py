@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from ctypes import memmove, string_at
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -23,10 +24,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from zfunc.errors import DesyncError, DeviceError
-from zfunc.ranks.control_channel import POSTED_BYTES, ControlChannel
+from zfunc.ranks.control_channel import POSTED_BYTES, ControlChannel, Payload
 from zfunc.ranks.data_sockets import Incoming, Load, Outgoing, call_peer
 from zfunc.ranks.digests import as_bytes
-from zfunc.ranks.shared_memory import spread
+from zfunc.ranks.shared_memory import Posted, spread, unfilled
 from zfunc.ranks.transfers import Complete, Direction, TensorSpec, Transfer
 from zfunc.ranks.transport import Collective, Messages, mismatch, told
 
@@ -67,8 +68,7 @@ class HostMessages(Messages):
         self._direct, self._lost, self._timeout = direct, lost, timeout
         # Of a payload that never goes another way than with its header.
         self._posted_bytes = POSTED_BYTES if direct else -1
-        # Drops a peer's header of a number, and copies the payload that came with it.
-        self.take = channel.take_message
+        self.copy = channel.fill  # what a peer has sent along, to where it belongs
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: Incoming | None = None
         self._under_way: list[SocketMessage] = []
@@ -86,9 +86,13 @@ class HostMessages(Messages):
         for x in parts:
             if not x.is_cpu:
                 raise _misplaced(call, x.device)
+        sizes, places = list(map(NBYTES, parts)), list(map(Tensor.data_ptr, parts))
+        nbytes = sum(sizes)
+        if nbytes <= self._posted_bytes and all(places):  # views would cost more than a copy
+            self.announce(call, peer, nbytes, list(map(string_at, places, sizes)))
+            return Complete()
         pieces = list(map(as_bytes, filter(Tensor.numel, parts)))
-        nbytes = sum(map(len, pieces))
-        along = nbytes <= self._posted_bytes or self._goes_along(call, peer, nbytes)
+        along = self._goes_along(call, peer, nbytes)
         if self.announce(call, peer, nbytes, pieces if along else ()) or not pieces:
             return Complete()
         if along:  # the outbox is full, or the peer does not read it yet
@@ -104,14 +108,16 @@ class HostMessages(Messages):
         if specs and device.type != "cpu":
             raise _misplaced(call, device)
         nbytes = sum(map(NBYTES, specs))
-        coming = Coming(self, call, peer, specs)
+        coming = Coming(self, call, peer, specs, nbytes)
         self.expect(call, peer)
         if nbytes and nbytes > self._posted_bytes:
             coming.post(not self._goes_along(call, peer, nbytes))
+        else:
+            coming.make()
         return coming
 
     def announce(
-        self, call: Collective, peer: int, nbytes: int, pieces: Sequence[memoryview] = ()
+        self, call: Collective, peer: int, nbytes: int, pieces: Sequence[bytes | memoryview] = ()
     ) -> bool:
         """Send a header; whether the payload could go with it, if it was to."""
         try:
@@ -130,25 +136,20 @@ class HostMessages(Messages):
         """Whether a message's header is there; this waits for nothing."""
         return self._channel.has_message(peer, call.number)
 
-    def compare(self, call: Collective, peer: int) -> bool:
-        """Wait for a message's header, and check it; whether the payload came with it.
+    def take(self, call: Collective, peer: int) -> Payload:
+        """Wait for a message's header, check it, and take what came with it.
 
         Raises:
             DesyncError: the peer sends another message, is silent or gone.
         """
         try:
-            digest, _, along = self._channel.receive_message(peer, call.number)
+            digest, payload = self._channel.take_message(peer, call.number)
         except OSError as error:
             raise self.gone(call, peer, error) from error
         if digest != call.digest:
             theirs = self._channel.name_of(peer, digest) or told(digest)
             raise mismatch(call, self._members[peer], theirs)
-        return along
-
-    def check(self, call: Collective, peer: int) -> None:
-        """Wait for the header of a message that something else moves, and check it."""
-        self.compare(call, peer)
-        self.take(peer, call.number)
+        return payload
 
     def land(self, call: Collective, peer: int, load: Load) -> None:
         """Wait for a socket, and read what the others write meanwhile."""
@@ -241,9 +242,15 @@ class Coming(Transfer[list[Tensor]]):
     """A message to this rank, on whatever way."""
 
     def __init__(
-        self, messages: HostMessages, call: Collective, peer: int, specs: Sequence[TensorSpec]
+        self,
+        messages: HostMessages,
+        call: Collective,
+        peer: int,
+        specs: Sequence[TensorSpec],
+        nbytes: int,
     ) -> None:
-        self._messages, self._call, self._peer, self._specs = messages, call, peer, specs
+        self._messages, self._call, self._peer = messages, call, peer
+        self._specs, self._nbytes = specs, nbytes
         self._tensors: list[Tensor] | None = None
         self._load: Load | None = None
         self._straight = False
@@ -262,15 +269,30 @@ class Coming(Transfer[list[Tensor]]):
         return self._load is None or self._load.over or not self._straight
 
     def wait(self) -> list[Tensor]:
-        along = self._messages.compare(self._call, self._peer)
-        places = self._places()
+        payload = self._messages.take(self._call, self._peer)
+        if self._load is None and not isinstance(payload, Posted):
+            return self._filled(bytes(payload))
+        places, tensors = self._places(), self.make()
         if self._load is not None:
-            if not along:
+            if not payload:
                 self._land(self._load, places)
             self._messages.came(self._peer, self._load)
-        self._messages.take(self._peer, self._call.number, places if along else ())
-        assert self._tensors is not None
-        return self._tensors
+        if payload:
+            self._messages.copy(self._peer, payload, *places)
+        return tensors
+
+    def _filled(self, payload: bytes) -> list[Tensor]:
+        """The tensors with what is little: copied by address, which is much less than by views."""
+        if len(payload) != self._nbytes:
+            raise unfilled(len(payload), self._nbytes)
+        start, tensors = 0, self.make()
+        for x, spec in zip(tensors, self._specs, strict=True):
+            if at := x.data_ptr():
+                memmove(at, payload[start : start + spec.nbytes], spec.nbytes)
+            else:
+                as_bytes(x)  # raises where it is no empty tensor, but one without memory
+            start += spec.nbytes
+        return tensors
 
     def _land(self, load: Load, places: list[memoryview]) -> None:
         self._messages.listen()
@@ -279,11 +301,15 @@ class Coming(Transfer[list[Tensor]]):
             assert load.pieces is not None
             spread(load.pieces[0], places)
 
-    def _places(self) -> list[memoryview]:
-        """New memory for what comes; without what is empty."""
+    def make(self) -> list[Tensor]:
+        """New memory for what comes."""
         if self._tensors is None:
             self._tensors = list(map(TensorSpec.empty, self._specs, repeat(CPU)))
-        return list(map(as_bytes, filter(Tensor.numel, self._tensors)))
+        return self._tensors
+
+    def _places(self) -> list[memoryview]:
+        """The memory; without what is empty."""
+        return list(map(as_bytes, filter(Tensor.numel, self.make())))
 
 
 def _misplaced(call: Collective, device: torch.device) -> DeviceError:

@@ -75,8 +75,9 @@ def send(
     for x in [tensors] if isinstance(tensors, Tensor) else tensors:
         if x.layout is not torch.strided or x.is_meta:
             raise _without_data(label, len(parts), x)
-        # Contiguous memory, which is the tensor's own if that is possible.
-        part = x.detach().resolve_conj().resolve_neg().contiguous()
+        part = x.detach() if x.requires_grad else x
+        if part.is_conj() or part.is_neg() or not part.is_contiguous():
+            part = part.resolve_conj().resolve_neg().contiguous()
         parts.append(part)
         forms.append((part.shape, part.dtype))
         devices.add(part.device)

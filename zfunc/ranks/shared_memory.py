@@ -27,7 +27,7 @@ from pathlib import Path
 
 from zfunc.ranks.adjacency import DIRECT
 
-__all__ = ["NOWHERE", "WORD_BYTES", "Inbox", "Outbox", "Posted", "is_open_to", "spread"]
+__all__ = ["NOWHERE", "WORD_BYTES", "Inbox", "Outbox", "Posted", "is_open_to", "spread", "unfilled"]
 
 ASKED = "ZFUNC_SHARED_MEMORY"
 NAME = "zfunc"
@@ -108,14 +108,16 @@ class Outbox:
             return posted[0]
         return None
 
-    def put_together(self, parts: Sequence[memoryview], reader: int) -> Posted | None:
+    def put_together(self, parts: Sequence[bytes | memoryview], reader: int) -> Posted | None:
         """Put a payload there that has several parts, one behind the other."""
         if self._memory is None or reader >= READERS or not self._memory[WORD_BYTES + reader]:
             return None
         posted = self._new(parts, reader)
         return None if posted is None else posted[0]
 
-    def _new(self, parts: Sequence[memoryview], reader: int) -> tuple[Posted, set[int]] | None:
+    def _new(
+        self, parts: Sequence[bytes | memoryview], reader: int
+    ) -> tuple[Posted, set[int]] | None:
         assert self._memory is not None
         self._sweep()
         place = self._room_for(sum(map(len, parts)))
@@ -214,7 +216,7 @@ class Inbox:
     def _read(self, place: Posted, into: Sequence[memoryview]) -> None:
         """``spread`` without a look at the memory: its pages stay out of this process."""
         if (room := sum(map(len, into))) != place.size:
-            raise _unfilled(place.size, room)
+            raise unfilled(place.size, room)
         start = place.start
         for part in into:
             while part:
@@ -229,7 +231,7 @@ class Inbox:
         self._forget()
 
 
-def spread(payload: memoryview | bytearray, into: Sequence[memoryview]) -> None:
+def spread(payload: memoryview | bytearray | bytes, into: Sequence[memoryview]) -> None:
     """Copy a payload to these places, which it fills one after the other.
 
     >>> a, b = bytearray(1), bytearray(2)
@@ -238,14 +240,15 @@ def spread(payload: memoryview | bytearray, into: Sequence[memoryview]) -> None:
     (bytearray(b'x'), bytearray(b'yz'))
     """
     if (room := sum(map(len, into))) != len(payload):
-        raise _unfilled(len(payload), room)
+        raise unfilled(len(payload), room)
     start, whole = 0, memoryview(payload)
     for part in into:
         part[:] = whole[start : start + len(part)]
         start += len(part)
 
 
-def _unfilled(size: int, room: int) -> ValueError:
+def unfilled(size: int, room: int) -> ValueError:
+    """The error for a payload that does not fill its places."""
     return ValueError(f"a payload of {size} bytes, and places for {room}")
 
 

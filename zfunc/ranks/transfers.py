@@ -6,10 +6,10 @@ the group's collectives. The n-th that is sent is the n-th that is received ther
 
 from __future__ import annotations
 
+from _thread import RLock  # threading's is a function around it
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from threading import RLock
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from zfunc.errors import DesyncError
 from zfunc.ranks.comm import Handle
 
-__all__ = ["Complete", "Direction", "TensorSpec", "Transfer", "TransferHandle"]
+__all__ = ["SENT", "Complete", "Direction", "TensorSpec", "Transfer", "TransferHandle"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -129,3 +129,6 @@ class Complete:
 
     def wait(self) -> Any:
         return None
+
+
+SENT = Handle(None)  # of whatever is complete: nothing is left to be asked
