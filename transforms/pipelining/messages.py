@@ -15,9 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from zfunc.ranks.comm import Group
-from zfunc.ranks.point_to_point import connect, receive, send
-from zfunc.ranks.transfers import TensorSpec
+from zfunc.ranks.control_channel import POSTED_BYTES
+from zfunc.ranks.point_to_point import connect, message_bytes, receive, send
+from zfunc.ranks.transfers import SENT, TensorSpec
 from zfunc.rehearsal.plans import Spec
+from zfunc.trees.kinds import kind
 
 __all__ = ["StageMessage", "Wire"]
 
@@ -43,15 +45,21 @@ class StageMessage:
     @cached_property  # asked for in every step
     def label(self) -> str:
         """The name in errors and ledgers."""
-        kind, *where = self.key
+        what, *where = self.key
         names = {"F": "forward", "B": "backward", "lend": "lend", "back": "return"}
         names["answer"] = "answer"
-        return f"{names[kind]} {' '.join(map(str, where[:2]))}"
+        return f"{names[what]} {' '.join(map(str, where[:2]))}"
 
     @cached_property
     def likes(self) -> tuple[TensorSpec, ...]:
         """What the tensors look like where they are received."""
         return tuple(TensorSpec(tuple(spec.shape), spec.dtype) for spec in self.specs)
+
+    @cached_property
+    def is_little(self) -> bool:
+        """Whether it comes with its header, on a host: to await it takes next to no memory."""
+        on_host = kind(self.specs[0].device) == "cpu"
+        return on_host and message_bytes(self.likes) <= POSTED_BYTES
 
 
 class Wire:
@@ -92,8 +100,10 @@ class Wire:
         if message.to == self.ranks.rank:
             self.here[key] = [x.detach() for x in tensors]
             return
-        self.under_way.append(send(self.ranks, tensors, message.to, label=message.label))
+        handle = send(self.ranks, tensors, message.to, label=message.label)
         sent, self.under_way = self.under_way, []
+        if handle is not SENT:
+            sent.append(handle)
         for handle in sent:  # what has left is not held until the end of the step
             if handle.done:
                 handle.wait()  # at once, and raises where its receiver is gone
@@ -112,9 +122,9 @@ class Wire:
         return found
 
     def post_ahead(self) -> None:
-        """Post the next receives of each stage."""
+        """Post the next receives of each stage, and at once what is little until then."""
         for source, coming in self.coming.items():
-            while coming and self.waiting[source] < AHEAD:
+            while coming and (self.waiting[source] < AHEAD or coming[0].is_little):
                 self._post(source)
 
     def post_all(self) -> None:
