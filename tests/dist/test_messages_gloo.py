@@ -195,3 +195,28 @@ def beside_collectives() -> list[float]:
 def test_messages_and_collectives_do_not_mix(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZFUNC_SHARED_MEMORY", shared)
     assert launch(beside_collectives, nprocs=2, timeout=60) == [[0.0, 1.0, 2.0, 2.0, 4.0]] * 2
+
+
+def of_every_kind() -> None:
+    """Small tensors whose memory is not what they say: it is made before its bytes are copied."""
+    ranks, z = group(None, "data"), torch.tensor([[1 + 2j, 3 - 4j]])
+    given = [
+        z.conj(),
+        z.conj().imag,
+        torch.arange(6.0).view(2, 3).t(),
+        torch.ones(2, requires_grad=True),
+        torch.tensor(7),
+    ]
+    if ranks.rank:
+        for came, x in zip(got := receive(ranks, given, 0).wait(), given, strict=True):
+            assert came.is_contiguous() and not came.requires_grad and came.data_ptr() % 64 == 0
+            assert not came.is_conj() and not came.is_neg() and torch.equal(came, x)
+        assert len({x.untyped_storage().data_ptr() for x in got}) == len(given)
+        return
+    send(ranks, given, 1).wait()
+    with pytest.raises(RuntimeError, match="ZeroTensor"):
+        send(ranks, torch._efficientzerotensor((3,)), 1)
+
+
+def test_what_is_small_arrives_whatever_its_memory_is_like() -> None:
+    launch(of_every_kind, nprocs=2, timeout=60)
