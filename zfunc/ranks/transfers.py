@@ -6,10 +6,10 @@ the group's collectives. The n-th that is sent is the n-th that is received ther
 
 from __future__ import annotations
 
-from _thread import RLock  # threading's is a function around it
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from threading import RLock
 from typing import Any, Protocol, TypeVar
 
 import torch
