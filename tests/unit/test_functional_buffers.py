@@ -62,6 +62,8 @@ def test_a_large_buffer_is_copied_only_when_it_must() -> None:
     assert f.apply(f.params)[0] == 1
     with torch.inference_mode():
         assert f.apply(f.params)[0] == 1 and f.apply(f.params)[0] == 1
+    with f.held(f.params) as call:
+        assert call()[0] == 1 and call()[0] == 1
     Masked.write = False
     assert f.apply(f.params)[0] == 0
     f.buffers["mask"].fill_(4)

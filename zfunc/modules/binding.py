@@ -293,9 +293,9 @@ class Template:
 
     def renew(self) -> None:
         """Buffers for another call on the same parameters, as if there had been none before."""
+        self._release_buffers()
         for name, buffer in self.buffers.items():
             buffer.bind(self.sources[name])
-        self._drop_new_buffers()
 
     def new_buffers(self) -> dict[str, Tensor]:
         """The buffers as the call left them."""
@@ -363,9 +363,6 @@ class Template:
     def _release_buffers(self) -> None:
         for buffer in self.buffers.values():
             buffer.release()
-        self._drop_new_buffers()
-
-    def _drop_new_buffers(self) -> None:
         # One that has been replaced by another would be one more, and one taken out: each call
         # binds all that there were.
         if sum(map(len, self.filled)) == self.usual:
