@@ -129,17 +129,13 @@ def _is_near(x: Tensor, y: Tensor) -> bool:
 def _as_sent(x: Tensor, spec: Spec) -> Tensor:
     """A value that has come in one stretch, with the strides that it had: a mask of dropout, say,
     is drawn in the order of memory."""
-    if x.stride() == spec.stride or x.numel() <= 1:
-        return x
     like = torch.empty_strided(spec.shape, spec.stride, dtype=x.dtype, device=x.device)
     return like.copy_(x) if like.untyped_storage().nbytes() == spec.nbytes else x
 
 
-def _recording() -> AbstractContextManager[None]:
-    """A block for what comes and goes, which may be met first in ``no_grad``: it has a gradient for
-    whoever uses it elsewhere."""
-    here: AbstractContextManager[None] = torch._C._InferenceMode(False)  # without torch's wrapper
-    return here
+_recording: Callable[[], AbstractContextManager[None]] = partial(torch._C._InferenceMode, False)
+"""A block for what comes and goes, which may be met first in ``no_grad``: it has a gradient for
+whoever uses it elsewhere. Without torch's wrapper."""
 
 
 def _unleaved(x: Tensor) -> Tensor:
@@ -186,27 +182,21 @@ class ChunkRun:
         self.plan, self.chunk, self.receive, self.enter_roots = plan, chunk, receive, enter_roots
         self.send = send
         self.active, self.within, self.over, self.finished = False, -1, False, False
-        self.route = plan.route(chunk)
+        self.route = plan.routes[chunk]
         self.roots: dict[int, Any] = ghost_leaves(
             plan.layout, plan.device, plan.compute, plan.layout.root_leaves
         )
         self.entered: frozenset[int] = frozenset()
-        self.wanted = dict(plan.receives(chunk))
+        self.wanted = dict(self.route.needs)
         self.inputs: dict[Label, Tensor] = {}
         self.outs: dict[Label, Tensor] = {}
         self.begins: dict[Any, tuple[GradientEdge, Tensor]] = {}
         self.taken: list[tuple[Tensor, set[int]]] = []  # received ones, and hooks given in layers
-        self.last = chunk == plan.chunks - 1
         self.next, self.failed = 0, -1
         self.skipped: dict[int, Any] = {}  # what stands for results of layers that do not run here
         self.overwritten: list[tuple[Tensor, Tensor]] = []
-        self.between = Between()
         self.back: list[int] = []  # to which call backward has come; it holds no tensors
         self.error: BaseException | None = None
-
-    @property
-    def inside(self) -> bool:
-        return self.within >= 0
 
     @property
     def place(self) -> str:
@@ -244,6 +234,7 @@ class ChunkRun:
         given = kwargs or {}
         try:
             if self.route.between:
+                self.between = Between()
                 with uncompiled(), BetweenLayers(self):
                     out = fn(tree_of(self.roots), *args, **given)
             else:
@@ -263,15 +254,15 @@ class ChunkRun:
         self._forget_hooks()
         self.taken.clear()
         if not self.over:
-            if not self.last or self.next < len(self.plan.calls):
+            if not self.route.ends or self.next < len(self.plan.calls):
                 raise self._differs(f"the loss returned when it was the turn of {self._expected()}")
             self._give()
-        result = self._result(out) if self.last else None
+        result = self._result(out) if self.route.ends else None
         self.finished = True
         return result
 
     def _give(self) -> None:
-        if lacking := self.route.gives - self.outs.keys():
+        if lacking := self.route.gives.keys() - self.outs.keys():
             raise self._differs(f"{self._at(min(lacking))} was not given what it was then")
         with _recording():
             self.send(self.outs)
@@ -416,7 +407,7 @@ class ChunkRun:
     ) -> Any:
         if not self.active:
             self._activate()
-        if n == self.route.first and not any(x.requires_grad for x in self.inputs.values()):
+        if n == self.route.first and not self.taken:  # no input has a gradient
             self._begin(ins)
         self._forget_hooks()
         self.within, self.failed = n, n
@@ -426,15 +417,17 @@ class ChunkRun:
             self.within = -1
         for x, own in self.taken:
             own.update(_hooks_of(x))
-        outs, _ = flattened(out, whole=plan.whole((xs, kw)))
+        whole = plan.whole((xs, kw)) if plan.returns_containers else ()
+        outs, _ = flattened(out, whole=whole)
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             _check_numbers(outs)
         self._compare_results(n, ins, out, outs)
         self.failed = -1
-        self._watch(n, outs)
         for x in outs:
             if type(x) is Ghost:
                 settle(x)
+            elif isinstance(x, Tensor) and x.grad_fn is not None:  # backward may fail there
+                x.grad_fn.register_prehook(partial(_come_to, self.back, n))
         self._meet(n, "out", outs)
         return out
 
@@ -451,7 +444,8 @@ class ChunkRun:
             raise self._differs(
                 f"layer {plan.name} returned {len(outs)} values, and not {len(plan.results)}"
             )
-        if not are_alike(structure(out), plan.structure):
+        alone = plan.structure is None and isinstance(out, Tensor)
+        if not alone and not are_alike(structure(out), plan.structure):
             raise self._differs(f"layer {plan.name} returned them in other containers")
         for x, then in zip(outs, plan.results, strict=True):
             if not _stands(then, x):
@@ -465,18 +459,12 @@ class ChunkRun:
                     "else now. Where that depends on numbers return a tensor of its own, x.clone()"
                 )
 
-    def _watch(self, n: int, outs: Sequence[Any]) -> None:
-        """Let backward tell when it comes to this layer, in case that it fails there."""
-        back = self.back
-        for x in outs:
-            if isinstance(x, Tensor) and type(x) is not Ghost and x.grad_fn is not None:
-                x.grad_fn.register_prehook(partial(_come_to, back, n))
-
     def _skip(
         self, xs: tuple[Any, ...], kw: dict[str, Any], n: int, plan: Called, ins: Sequence[Any]
     ) -> Any:
         self.active = False
-        if n >= self.route.last and not self.last and plan.chunk > self.chunk and not self.over:
+        route = self.route
+        if n >= route.last and not (route.ends or self.over) and plan.chunk > self.chunk:
             self.over = True
             self._give()
             if not self.plan.to_the_end:
@@ -494,7 +482,7 @@ class ChunkRun:
                 outs.append(ins[x.position])
             else:
                 outs.append(around[x.position] if type(x) is SameContainer else x)
-        if (n, "out") in self.route.places:  # what was given has been met
+        if (n, "out") in route.places:  # what was given has been met
             self._meet(n, "out", outs)
         out = self.skipped[n] = outs[0] if plan.structure is None else plan.rebuild(outs)
         return out
@@ -524,7 +512,7 @@ class ChunkRun:
 
     def made(self, func: Any, out: Any) -> None:
         """A function of tensors has given something."""
-        for label, x in () if self.inside or self.over else self.between.labels(func, out):
+        for label, x in () if self.within >= 0 or self.over else self.between.labels(func, out):
             if label in self.route.places.get(label[:2], ()):
                 self._goes(label, x)
 
@@ -534,21 +522,17 @@ class ChunkRun:
                 self._check_made(label, x)
             self._take(label, x)
         if label in self.route.gives and label not in self.outs:
-            self.outs[label] = self._sendable(label, x)
+            self._make(x)  # given to another stage's layer as it is: no operation has used it
+            if not isinstance(x, Tensor) or type(x) is Ghost:
+                raise self._differs(f"{self._at(label)} has no value to send ({label})")
+            self._fits(label, self.route.gives[label], x)
+            self.outs[label] = x
 
     def _at(self, label: Label) -> str:
         if label[0] < 0:
             return "what comes before the first layer"
         name = f"layer {self.plan.calls[label[0]].name}"
         return f"what comes behind {name}" if label[1].startswith(MADE) else name
-
-    def _sendable(self, label: Label, x: Any) -> Tensor:
-        self._make(x)  # given to another stage's layer as it is: no operation has used it
-        if not isinstance(x, Tensor) or type(x) is Ghost:
-            raise self._differs(f"{self._at(label)} has no value to send ({label})")
-        to = next(to for found, to in self.plan.sends(self.chunk) if found == label)
-        self._fits(label, self.plan.receives(to)[label][1], x)
-        return x
 
     def _fits(self, label: Label, spec: Spec, x: Tensor) -> None:
         if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
@@ -568,10 +552,11 @@ class ChunkRun:
 
     def _activate(self) -> None:
         """Leaves outside layers come."""
-        self.active = True
-        uses = self.plan.roots(self.chunk)
+        self.active, uses = True, self.route.uses
+        if not uses:
+            return
         with _recording():
-            for i, leaf in self.enter_roots(uses).items() if uses else ():
+            for i, leaf in self.enter_roots(uses).items():
                 if i not in uses:
                     continue
                 if self.next == 0:
@@ -591,7 +576,9 @@ class ChunkRun:
         its gradient, are those of the stage that has sent it."""
         _, spec = self.wanted.pop(label)
         with _recording():
-            came = _as_sent(self.receive(label, spec).detach(), spec)
+            came = self.receive(label, spec).detach()
+            if came.stride() != spec.stride and came.numel() > 1:
+                came = _as_sent(came, spec)
             if type(x) is not Ghost and on_host(x) and not _is_near(x.detach(), came):
                 raise self._differs(f"{self._at(label)} was given other numbers")
             if spec.needs_grad:

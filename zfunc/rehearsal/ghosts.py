@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,14 +52,10 @@ class GhostRun(Protocol):
     Attributes:
         chunk: whose layers run now, or ran last.
         within: the call of a layer that runs now, or -1.
-        inside: whether a layer runs now.
     """
 
     chunk: int
     within: int
-
-    @property
-    def inside(self) -> bool: ...
 
     def used(self, func: Any, ghosts: Sequence[Ghost], light: bool, below: bool) -> bool:
         """An operation is about to use ghosts.
@@ -118,26 +115,25 @@ class GhostMemory:
         self.needs = self.needs or needs
 
 
-class Recipe(NamedTuple):
+class Recipe:
     """How a value is made of parameters alone: a call, and which tensor of its result it is.
 
     The call comes later than in the loss, so the lists and dicts among its arguments are copies.
+
+    Args:
+        func, args, kwargs: a call that is made now.
+        tensors: those among its arguments.
+        place: of the tensor among those in its result.
     """
 
-    func: Any
-    args: Any
-    kwargs: dict[str, Any]
-    place: int
-    recorded: bool
-    reads: Sequence[tuple[Tensor, int]]
+    __slots__ = ("args", "func", "kwargs", "place", "reads", "recorded")
 
-    @classmethod
-    def of(
-        cls, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor], place: int = 0
-    ) -> Recipe:
-        """For a call that is made now, with these tensors among its arguments."""
-        reads = [(x, _written(x)) for x in tensors]
-        return cls(func, _own(args), _own(kwargs), place, torch.is_grad_enabled(), reads)
+    def __init__(
+        self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor], place: int = 0
+    ) -> None:
+        self.func, self.args, self.kwargs, self.place = func, _own(args), _own(kwargs), place
+        self.recorded = torch.is_grad_enabled()
+        self.reads = list(zip(tensors, map(_written, tensors), strict=True))
 
     def made(self) -> Tensor:
         """The value, from what the arguments were.
@@ -173,13 +169,8 @@ def _own(tree: Any) -> Any:
     """The same in lists and dicts of its own."""
     kind = type(tree)
     if kind is list or kind is tuple:
-        return kind([_own(x) if type(x) in _HOLDERS else x for x in tree])
-    if kind is dict:
-        return {key: _own(x) if type(x) in _HOLDERS else x for key, x in tree.items()}
-    return tree
-
-
-_HOLDERS = frozenset((list, tuple, dict))
+        return kind(map(_own, tree))
+    return dict(zip(tree, map(_own, tree.values()), strict=True)) if kind is dict else tree
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -219,19 +210,11 @@ class Ghost(Tensor):
     made: tuple[Label, int] | None
     of: Sequence[Ghost]
 
-    # What models ask for most, without the way through `__torch_function__`.
+    # What models ask for most, without the way through `__torch_function__`, or a function of ours.
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        return self.form.shape
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.form.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return self.place
+    shape = property(attrgetter("form.shape"))
+    dtype = property(attrgetter("form.dtype"))
+    device = property(attrgetter("place"))
 
     def as_subclass(self, cls: Any) -> Any:
         """Torch asks no ``__torch_function__`` here."""
@@ -379,10 +362,8 @@ def become(x: Tensor, new: Tensor) -> None:
     torch._C._swap_tensor_impl(x, new)
 
 
-def holders(x: Any) -> int:
-    """How many hold on to a tensor below Python."""
-    return int(x._use_count())
-
+holders: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+"""How many hold on to a tensor below Python."""
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private, so perhaps absent
 
@@ -421,24 +402,37 @@ def computed(func: Any, args: Any, kwargs: dict[str, Any], below: bool = False) 
         below: whether autograd is above it already.
     """
     given = Arguments(func, args, kwargs, form_of)
-    if not below and _in_torch_func(given.tensors):
+    nested = torch._C._functorch.maybe_current_level() is not None
+    if nested and not below and _in_torch_func(given.tensors):
         with DisableTorchFunctionSubclass():  # the dispatcher knows what is differentiated
             return func(*args, **kwargs)
-    ghosts = [x for x in given.tensors if type(x) is Ghost]
     run = RUN.get()
-    light = not (run is None or below or run.inside) and _is_light(func, ghosts)
+    outside = run is not None and run.within < 0
+    # What draws random numbers would draw others a second time.
+    random = not below and _is_random(getattr(func, "__name__", ""))
+    light = outside and not (below or random or in_function())
+    ghosts: list[Ghost] = []
+    for x in given.tensors:
+        if type(x) is Ghost:
+            ghosts.append(x)
+            light = light and x.light
     if run is not None and run.used(func, ghosts, light, below):
         return func(*args, **kwargs)
     if not below and torch.is_autocast_enabled(ghosts[0].place.type):
         with DisableTorchFunctionSubclass():  # the dispatcher knows what autocast means
             return func(*args, **kwargs)
-    found = _found(func, args, kwargs, given)
+    try:
+        found = outcome(func, args, kwargs, given, form_of)
+    except (RuntimeError, NotImplementedError) as error:
+        if (why := _needs_numbers(error)) is None:
+            raise
+        raise refusal(func, why) from error
     if run is not None and found.flops:
         run.counted(found.flops)
     if run is not None and light and (found.draws or found.writes):
         run.used(func, ghosts, False, below)  # it is made here, and not once more
         light = False
-    if run is not None and not run.inside and (found.draws or (not below and _draws(func))):
+    if run is not None and outside and (found.draws or random):
         run.draws(func, args, kwargs, found.uneven)
     if found.writes:
         _write(run, func, given.tensors, found)
@@ -449,8 +443,6 @@ def _in_torch_func(tensors: Sequence[Tensor]) -> bool:
     """Whether ``torch.func`` differentiates by one of them, and has put something around it.
 
     (Of rows, under vmap, torch squeezes a product in place, which no ghost can follow.)"""
-    if torch._C._functorch.maybe_current_level() is None:
-        return False
     wrapped = False
     for x in tensors:
         while torch._C._functorch.is_functorch_wrapped_tensor(x):
@@ -458,18 +450,6 @@ def _in_torch_func(tensors: Sequence[Tensor]) -> bool:
                 return False
             x, wrapped = torch._C._functorch.get_unwrapped(x), True
     return wrapped
-
-
-def _is_light(func: Any, ghosts: Sequence[Ghost]) -> bool:
-    for g in ghosts:
-        if not g.light:
-            return False
-    return not (in_function() or _draws(func))
-
-
-def _draws(func: Any) -> bool:
-    """Whether it draws random numbers: it would draw others a second time."""
-    return _is_random(getattr(func, "__name__", ""))
 
 
 @cache
@@ -498,17 +478,15 @@ _RANDOM = (
 )
 
 
-def _found(func: Any, args: Any, kwargs: dict[str, Any], given: Arguments) -> Outcome:
-    try:
-        return outcome(func, args, kwargs, given, form_of)
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
-            raise
-        why = str(error).splitlines()[0]
-        if any(part in why for part in ("Meta tensors", "'Meta' backend", "register_meta")):
-            why = "torch cannot tell without numbers what shape it gives. Do that inside a layer, "
-            why += "or behind the step, or write it in other functions (torch.where, say)"
-        raise refusal(func, why) from error
+def _needs_numbers(error: Exception) -> str | None:
+    """Why a function cannot be done on shapes alone, if that is what this error says."""
+    if "meta" not in str(error).lower() and not isinstance(error, NotImplementedError):
+        return None
+    why = str(error).splitlines()[0]
+    if any(part in why for part in ("Meta tensors", "'Meta' backend", "register_meta")):
+        why = "torch cannot tell without numbers what shape it gives. Do that inside a layer, "
+        why += "or behind the step, or write it in other functions (torch.where, say)"
+    return why
 
 
 def _write(run: GhostRun | None, func: Any, tensors: Sequence[Tensor], found: Outcome) -> None:
@@ -541,7 +519,7 @@ def _results(
     tensors, device = given.tensors, given.device or ghosts[0].place
     chunk = -1 if run is None else run.chunk
     needs = _kept(func) and any(map(_needs, tensors))
-    leaves = frozenset[int]().union(*[g.leaves or () for g in ghosts]) if light else None
+    leaves: frozenset[int] | None = frozenset().union(*map(_leaves, ghosts)) if light else None
     place = -1
 
     def make(x: Given | Fresh) -> Tensor:
@@ -551,12 +529,15 @@ def _results(
             return tensors[x.index]
         of = tensors[x.memory] if x.memory >= 0 else None
         memory = of.memory if type(of) is Ghost else None
-        recipe = Recipe.of(func, args, kwargs, tensors, place) if light else None
+        recipe = Recipe(func, args, kwargs, tensors, place) if light else None
         made = ghost_like(x.shape, device, chunk, needs, leaves, recipe, memory)
         made.within = -1 if run is None else run.within
         return made
 
     return found.results(make)
+
+
+_leaves = attrgetter("leaves")
 
 
 def _kept(func: Any) -> bool:

@@ -100,11 +100,11 @@ def _of_nothing(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Outside layers and functions, where it may go anywhere, whoever needs it makes it."""
     run, x = RUN.get(), args[0]
     several = any(type(y) is Ghost for y in (*args[1:], *kwargs.values()))
-    if several or run is None or run.inside or in_function():
+    if several or run is None or run.within >= 0 or in_function():
         return computed(func, args, kwargs)
     given = Arguments(func, args, kwargs, form_of)
     found: Any = outcome(func, args, kwargs, given, form_of)
-    recipe = Recipe.of(func, (stand_in(x), *args[1:]), kwargs, ())
+    recipe = Recipe(func, (stand_in(x), *args[1:]), kwargs, ())
     device = given.device or x.device
     return ghost_like(found.result.shape, device, run.chunk, False, frozenset(), recipe)
 
@@ -210,7 +210,7 @@ class _NoNode:
     def register_hook(self, hook: Callable[..., Any]) -> _NoHook:
         """Inside a layer whoever computes it has the hook."""
         run = RUN.get()
-        if run is None or not run.inside:
+        if run is None or run.within < 0:
             raise refusal(
                 self.func,
                 "a hook (register_full_backward_hook, say) is called in backward, and outside of "
@@ -232,7 +232,7 @@ RULES[Tensor.grad_fn.__get__] = _node  # type: ignore[union-attr]
 def _hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Who computes the value has the hook: also who makes it here of parameters, later on."""
     x, hook = args if len(args) > 1 else (*args, kwargs["hook"])
-    if (run := RUN.get()) is not None and not run.inside:
+    if (run := RUN.get()) is not None and run.within < 0:
         run.hooked(x)
     hooks = x.__dict__.setdefault("hooks", OrderedDict())
     handle = RemovableHandle(hooks)
@@ -248,7 +248,7 @@ def _no_hook(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @rule("grad", of=(torch.autograd,))
 def _nested(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     run = RUN.get()
-    if run is None or not run.inside:
+    if run is None or run.within < 0:
         raise refusal(func, "no stage has the whole way of its gradient. Do that inside a layer")
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs

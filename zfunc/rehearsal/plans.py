@@ -104,15 +104,21 @@ class ChunkRoute:
         first: the first call of a layer of its own, or -1.
         last: the last call that it comes to: of its own, or one that shows a value that it gives.
         gives: the values that others need of it.
-        places: what it needs and what it gives, by call and side.
+        needs: those that it needs, and from which chunk.
+        places: both, by call and side.
         between: whether some of it is made between layers, and met by none.
+        uses: the leaves outside layers that it uses.
+        ends: whether it is the last chunk.
     """
 
     first: int
     last: int
-    gives: frozenset[Label]
+    gives: Mapping[Label, Spec]
+    needs: Mapping[Label, tuple[int, Spec]]
     places: Mapping[tuple[int, str], Sequence[Label]]
     between: bool
+    uses: frozenset[int]
+    ends: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,28 +183,29 @@ class Rehearsed:
         """The leaves outside layers that a chunk uses."""
         return self.uses[chunk]
 
-    def route(self, chunk: int) -> ChunkRoute:
-        """What each run of a chunk comes to."""
-        return self._routes[chunk]
-
     @cached_property
     def positions(self) -> Mapping[int, int]:
         """Which of the calls it is, by its number among all calls of ``zf.layer``."""
         return {call.index: n for n, call in enumerate(self.calls)}
 
     @cached_property
-    def _routes(self) -> tuple[ChunkRoute, ...]:
+    def routes(self) -> tuple[ChunkRoute, ...]:
+        """What each run of a chunk comes to, by chunk."""
         return tuple(map(self._route, range(self.chunks)))
 
     def _route(self, chunk: int) -> ChunkRoute:
         own = [n for n, call in enumerate(self.calls) if call.chunk == chunk]
-        gives = frozenset(label for label, _ in self.sends(chunk))
+        needs, uses, ends = self.crossing[chunk], self.uses[chunk], chunk == self.chunks - 1
+        gives: dict[Label, Spec] = {}
+        for label, to in self.sends(chunk):
+            gives.setdefault(label, self.crossing[to][label][1])
         places: dict[tuple[int, str], list[Label]] = {}
-        for label in (*self.receives(chunk), *gives):
+        for label in (*needs, *gives):
             places.setdefault(label[:2], []).append(label)
         last = max([*own, *(label[0] for label in gives)], default=-1)
         between = any(side.startswith(MADE) for _, side in places)
-        return ChunkRoute(own[0] if own else -1, last, gives, places, between)
+        first = own[0] if own else -1
+        return ChunkRoute(first, last, gives, needs, places, between, uses, ends)
 
     @cached_property
     def _sends(self) -> tuple[tuple[tuple[Label, int], ...], ...]:
