@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -378,15 +378,16 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     6
     """
     running = context.current()
-    if running is None:
-        return _compute(fn, params, xs, kw)
-    index, scope_of = running.next_layer()
+    index, scope_of = (0, None) if running is None else running.next_layer()
 
     def call(*xs: Any, **kw: Any) -> Any:
-        inner = fn if scope_of is None else _scoped(fn, scope_of(index))
-        return _compute(inner, params, xs, kw)
+        inner = fn if scope_of is None else partial(_scoped, fn, scope_of(index))
+        entered = enter(params)
+        if isinstance(entered, Ref):
+            return entered.call(inner, xs, kw)
+        return inner(entered, *xs, **kw)
 
-    if not running.around:
+    if running is None or not running.around:
         return call(*xs, **kw)
     if (name := getattr(fn, "zfunc_name", None)) is None:
         name = str(index)
@@ -396,21 +397,12 @@ def layer(fn: Callable[..., Any], params: Tree, *xs: Any, **kw: Any) -> Any:
     return call(*xs, **kw)
 
 
-def _compute(fn: Callable[..., Any], params: Tree, xs: tuple[Any, ...], kw: dict[str, Any]) -> Any:
-    params = enter(params)
-    if isinstance(params, Ref):
-        return params.call(fn, xs, kw)
-    return fn(params, *xs, **kw)
-
-
-def _scoped(fn: Callable[..., Any], scope: AbstractContextManager[Any]) -> Callable[..., Any]:
+def _scoped(
+    fn: Callable[..., Any], scope: AbstractContextManager[Any], /, *xs: Any, **kw: Any
+) -> Any:
     """``fn`` with torch's random functions deciding by a layer's key alone."""
-
-    def call(*xs: Any, **kw: Any) -> Any:
-        with scope:
-            return fn(*xs, **kw)
-
-    return call
+    with scope:
+        return fn(*xs, **kw)
 
 
 def scan(fn: Callable[[Any, Any], Any], layers: Tree, x: Any) -> Any:

@@ -132,7 +132,7 @@ class Template:
     """A copy of the module without data, bound to tensors for the time of one call."""
 
     def __init__(self, pool: TemplatePool) -> None:
-        self.pool, self.anatomy = pool, pool.anatomy
+        self.pool, self.anatomy, self.name = pool, pool.anatomy, pool.name
         with _unwatched():
             self.module, self.wiring = copy.deepcopy(pool.skeleton), Wiring()
         if pool.plan is not None:  # first, so that kernels leave alone what ends in a sum
@@ -159,7 +159,8 @@ class Template:
             self._parts(leaves) for leaves in (self.anatomy.root, *(u.leaves for u in units))
         ]
         self._compile()
-        self.forwards = [self._route(i, self.modules[unit.module]) for i, unit in enumerate(units)]
+        self.layers = [self.modules[unit.module] for unit in units]
+        self.forwards = [self._route(i, part) for i, part in enumerate(self.layers)]
         if pool.plan is not None:
             cut_layers(self.wiring, self.module, self.anatomy, pool.plan)
 
@@ -247,16 +248,17 @@ class Template:
         mode: bool | None,
         ranks: Group | None = None,
     ) -> None:
-        """Fill the whole template. :meth:`release` afterwards, whatever happens.
+        """Fill the whole template. :meth:`give_back` afterwards, whatever happens.
 
         Args:
             ranks: those among which the leaves are split, in the pool of a plan.
         """
         self._open(mode, ranks)
-        name = self.pool.name
-        write(params, self.node, self.values, self.anatomy.leaves, name)
-        if any(isinstance(value, Ref) for value in self.values):
-            self._face()
+        write(params, self.node, self.values, self.anatomy.leaves, self.name)
+        for value in self.values:
+            if isinstance(value, Ref):
+                self._face()
+                break
         self.lazy_source.hold(self.values)
         for i, value in enumerate(self.values):
             if self.resting[i] is self.unit_rest[i] and isinstance(value, Ref):
@@ -340,13 +342,8 @@ class Template:
         lease.over = True
 
     def give_back(self) -> None:
-        """Nobody needs what is here any more."""
+        """Nobody needs what is here any more: every tensor is taken out again."""
         self.lease = None
-        self.release()
-        self.pool.idle.append(self)
-
-    def release(self) -> None:
-        """Take every tensor out again."""
         self.serial += 1
         _fill(self.rest)
         self.lazy_source.hold(())
@@ -359,6 +356,7 @@ class Template:
         for rnn, weights, refs in self.rnns:
             rnn._flat_weights, rnn._flat_weight_refs = weights, refs
         self.sources = {}
+        self.pool.idle.append(self)
 
     def _release_buffers(self) -> None:
         for buffer in self.buffers.values():

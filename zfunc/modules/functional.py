@@ -52,7 +52,7 @@ _COPY_NOTE = (
     "loss gets them."
 )
 
-_UNWATCHED: AbstractContextManager[Any] = nullcontext()
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -117,12 +117,13 @@ class Functional:
                 that differ are named. The module writes to a parameter in place.
         """
         entered, running = enter(params), context.current()
-        given = self._checked(buffers)
-        sources = self._in_compute_dtype(given, running)
+        given, sources = self._buffers(buffers, running)
         mode = self._train if train is None else train
         pool, ranks = self._parts(params)
-        watched = pool.dropout.watched(entered) if mode is None else _UNWATCHED
-        around = _alone(pool, entered)
+        asked = mode is None and pool.dropout.open
+        watched = pool.dropout.watched(entered) if asked else _NOTHING
+        # The first call: the module leaves its parameters alone.
+        around = pool.first.watched(entered) if pool.first.open else _NOTHING
         with pool.lend() as template, watched, around, taken(template), rehearsed(template):
             _bind(template, entered, sources, mode, ranks)
             out = _call(template, args, kwargs)
@@ -152,9 +153,10 @@ class Functional:
         (2.0, 0.0)
         """
         entered = enter(params)
-        sources = self._in_compute_dtype(self._checked(buffers), context.current())
+        _, sources = self._buffers(buffers, context.current())
         pool, ranks = self._parts(params)
-        with pool.lend() as template, _alone(pool, entered):
+        around = pool.first.watched(entered) if pool.first.open else _NOTHING
+        with pool.lend() as template, around:
             _bind(template, entered, sources, self._train if train is None else train, ranks)
 
             def call(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +211,7 @@ class Functional:
             params: a tree like ``self.params``; a placed one is gathered (a collective).
             buffers: by default ``self.buffers``.
         """
-        sources, anatomy = self._checked(buffers), self._pool.anatomy
+        (sources, _), anatomy = self._buffers(buffers, None), self._pool.anatomy
         full = tree.full(params)
         values = tree.flatten_names(full)
         shapes = {name: getattr(x, "shape", None) for name, x in values.items()}
@@ -239,29 +241,26 @@ class Functional:
         """That of the module's ``forward``."""
         return inspect.signature(self._pool.skeleton.forward)
 
-    def _checked(self, buffers: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        if buffers is None:
-            return self.buffers
-        if buffers.keys() != self.buffers.keys():
+    def _buffers(
+        self, given: dict[str, Tensor] | None, running: context.Context | None
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Those of a call, and the same as the running step computes: persistent floats in 16 bits
+        under ``precision``.
+
+        Statistics of norms and what is not saved (rotary tables) stay as they are.
+        """
+        buffers = self.buffers if given is None else given
+        if given is not None and given.keys() != self.buffers.keys():
             missing = sorted(self.buffers.keys() - buffers.keys())
             extra = sorted(buffers.keys() - self.buffers.keys())
             raise PlacementError(
                 f"these buffers do not fit {self._name}: missing {missing[:5]}, "
                 f"unexpected {extra[:5]}. Pass {{**functional.buffers, ...}}."
             )
-        return buffers
-
-    def _in_compute_dtype(
-        self, buffers: dict[str, Tensor], running: context.Context | None
-    ) -> dict[str, Tensor]:
-        """Buffers as the running step computes: persistent floats in 16 bits under ``precision``.
-
-        Statistics of norms and what is not saved (rotary tables) stay as they are.
-        """
         dtype = None if running is None else running.compute
         if dtype is None:
-            return buffers
-        return {
+            return buffers, buffers
+        return buffers, {
             name: x.to(dtype) if name in self._constants and x.is_floating_point() else x
             for name, x in buffers.items()
         }
@@ -301,11 +300,6 @@ class Functional:
             f"layers: {stacks or 'none'}{', compiled' * compiles(self._pool.fuses)}, "
             f"{len(self.buffers)} buffers{parts})"
         )
-
-
-def _alone(pool: TemplatePool, entered: Any) -> AbstractContextManager[Any]:
-    """Around the first call: the module leaves its parameters alone."""
-    return pool.first.watched(entered) if pool.first.open else _UNWATCHED
 
 
 def _bind(

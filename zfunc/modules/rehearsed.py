@@ -39,24 +39,19 @@ def rehearsed(template: Template) -> AbstractContextManager[None]:
         return _NOTHING
     if called is not False:
         return _traceless(template, called)
-    layers = _layers(template)
-    for part in layers:
+    for part in template.layers:
         if part._forward_pre_hooks or part._forward_hooks:
-            return _without_hooks(template, layers)
+            return _without_hooks(template)
     return _NOTHING
 
 
-def _layers(template: Template) -> list[nn.Module]:
-    return [template.modules[unit.module] for unit in template.anatomy.units]
-
-
 @contextmanager
-def _without_hooks(template: Template, layers: Sequence[nn.Module]) -> Iterator[None]:
+def _without_hooks(template: Template) -> Iterator[None]:
     """A block in which a user's hooks of a layer run with it, and nowhere else. What the module
     itself gives and removes meanwhile stays given and removed."""
     forwards, taken = list(template.forwards), list[_Taken]()
     try:
-        for i, part in enumerate(layers):
+        for i, part in enumerate(template.layers):
             template.forwards[i] = _hooked(part, forwards[i], taken)
         yield
     finally:
@@ -74,7 +69,7 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
             the module's own state changes between or behind its layers.
     """
     forwards, own = list(template.forwards), list[tuple[nn.Module, MethodType]]()
-    layers, parts = _layers(template), [*template.modules.values()]
+    layers, parts = template.layers, [*template.modules.values()]
     repeats, place = copies.repeats, id(template.pool)
     kept = [(part, *_attributes(part)) for part in parts]
     rows = [part.__dict__[name] for part in parts for name in _HOOKS]

@@ -56,7 +56,7 @@ def check_parts(rows: Iterable[Row], ways: int) -> None:
     It was made of one then, and nobody knows how: by its norm, say, which a rank has of its part.
     """
     for holder, attribute, name in rows:
-        if part_of(_unwrapped(holder[attribute])) is None:
+        if _first_part(holder[attribute]) is None:
             raise PlacementError(
                 f"{name} is split over {ways} ranks, and what apply() was given for it was made of "
                 "it: w / w.norm(), say, takes the norm of this rank's part, and nobody can tell. "
@@ -88,7 +88,11 @@ def _first_part(leaf: Any) -> Part | None:
         return _of_layout(leaf.layout, leaf.layout.slots[leaf.span.start : leaf.span.stop])
     if isinstance(leaf, Readable | Box) and isinstance(leaf.layout, Layout):
         return _of_layout(leaf.layout, leaf.layout.slots)
-    return part_of(_unwrapped(leaf)) if isinstance(leaf, Tensor) else None
+    if not isinstance(leaf, Tensor):
+        return None
+    while torch._C._functorch.is_functorch_wrapped_tensor(leaf):  # torch.func has put it around
+        leaf = torch._C._functorch.get_unwrapped(leaf)
+    return part_of(leaf)
 
 
 def _of_layout(layout: Layout, slots: Sequence[Slot | None]) -> Part | None:
@@ -98,10 +102,3 @@ def _of_layout(layout: Layout, slots: Sequence[Slot | None]) -> Part | None:
     if found is None:
         return Part(None, layout.mesh, layout.along, layout.plan)
     return layout.part(found)
-
-
-def _unwrapped(leaf: Tensor) -> Tensor:
-    """The leaf itself, where torch.func has put something around it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(leaf):
-        leaf = torch._C._functorch.get_unwrapped(leaf)
-    return leaf

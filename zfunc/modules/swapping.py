@@ -65,25 +65,22 @@ def write(
     Raises:
         PlacementError: the tree is not made of the leaves ``want``; says which differ.
     """
+    todo: list[tuple[Any, Node]] = [(tree, node)]
     try:
-        _write(tree, node, values)
+        for part, (size, leaves, units, children) in todo:
+            if len(part) != size:
+                raise LookupError
+            for key, shape, holder, attribute in leaves:
+                x = part[key]
+                if x.shape != shape:
+                    raise LookupError
+                holder[attribute] = x
+            for index, unit in units:
+                values[unit] = part[index]
+            for key, child in children:
+                todo.append((part[key], child))
     except (LookupError, TypeError, AttributeError):
         raise misfit(tree, want, where) from None
-
-
-def _write(tree: Any, node: Node, values: list[Any]) -> None:
-    size, leaves, units, children = node
-    if len(tree) != size:
-        raise LookupError
-    for key, shape, holder, attribute in leaves:
-        x = tree[key]
-        if x.shape != shape:
-            raise LookupError
-        holder[attribute] = x
-    for index, unit in units:
-        values[unit] = tree[index]
-    for key, child in children:
-        _write(tree[key], child, values)
 
 
 def _shapes(tree: Tree, prefix: str) -> dict[str, Any]:
