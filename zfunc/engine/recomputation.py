@@ -140,30 +140,22 @@ class taken:
         self.bound = bound
 
     def __enter__(self) -> None:
+        global _running
         self.token: Token[Any] = _BOUND.set((*(_BOUND.get() or ()), *self.bound))
-        _open()
+        with _lock:
+            _running += 1
+            if _running == 1:
+                theirs._checkpoint_without_reentrant_generator = _dispatched
+                theirs.CheckpointFunction.apply = classmethod(_reentrant)  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *error: object) -> None:
-        _close()
+        global _running
+        with _lock:
+            _running -= 1
+            if _running == 0:
+                theirs._checkpoint_without_reentrant_generator = _generator
+                del theirs.CheckpointFunction.apply
         _BOUND.reset(self.token)
-
-
-def _open() -> None:
-    global _running
-    with _lock:
-        _running += 1
-        if _running == 1:
-            theirs._checkpoint_without_reentrant_generator = _dispatched
-            theirs.CheckpointFunction.apply = classmethod(_reentrant)  # type: ignore[method-assign, assignment]
-
-
-def _close() -> None:
-    global _running
-    with _lock:
-        _running -= 1
-        if _running == 0:
-            theirs._checkpoint_without_reentrant_generator = _generator
-            del theirs.CheckpointFunction.apply
 
 
 def _reentrant(cls: Any, function: Any, preserve: Any, *xs: Any) -> Any:

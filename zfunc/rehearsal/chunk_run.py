@@ -138,13 +138,13 @@ _recording: Callable[[], AbstractContextManager[None]] = partial(torch._C._Infer
 whoever uses it elsewhere. Without torch's wrapper."""
 
 
+_unsafe_view = torch.ops.aten._unsafe_view.default._op  # without torch's wrapper
+
+
 def _unleaved(x: Tensor) -> Tensor:
     """The same memory, and no view for autograd: it may be written to, which a leaf may not."""
-    return torch.ops.aten._unsafe_view.default(x, x.shape) if x.requires_grad else x.detach()
-
-
-def _hooks_of(x: Tensor) -> set[int]:
-    return set() if type(x) is Ghost else {*(x._backward_hooks or ())}
+    new: Tensor = _unsafe_view(x, x.shape) if x.requires_grad else x.detach()
+    return new
 
 
 def _ones(x: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class ChunkRun:
             self.overwritten.clear()
         if self.error is not None:
             raise self.error
-        self._forget_hooks()
+        self._sort_hooks()
         self.taken.clear()
         if not self.over:
             if not self.route.ends or self.next < len(self.plan.calls):
@@ -368,7 +368,7 @@ class ChunkRun:
             raise self._unexpected(n, plan, layer, ins)
         self.next += 1
         for x in ins:
-            if type(x) is Ghost and x.recipe is not None:
+            if type(x) is Ghost and x.recipe is not None and not x.leaves:
                 settle(x)
         if (n, "in") in self.route.places:
             self._meet(n, "in", ins)
@@ -409,14 +409,13 @@ class ChunkRun:
             self._activate()
         if n == self.route.first and not self.taken:  # no input has a gradient
             self._begin(ins)
-        self._forget_hooks()
+        self._sort_hooks()
         self.within, self.failed = n, n
         try:
             out = call(*xs, **kw)
         finally:
             self.within = -1
-        for x, own in self.taken:
-            own.update(_hooks_of(x))
+        self._sort_hooks(own=True)
         whole = plan.whole((xs, kw)) if plan.returns_containers else ()
         outs, _ = flattened(out, whole=whole)
         if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
@@ -497,12 +496,16 @@ class ChunkRun:
     def hooked(self, x: Ghost) -> None:
         """Where hooks may be given was found in the rehearsal."""
 
-    def _forget_hooks(self) -> None:
-        """Those that the loss has given to received values outside of layers: the stage that has
-        made them has them, too, and their whole gradient."""
-        for x, own in self.taken:
-            for key in _hooks_of(x) - own:
-                del x._backward_hooks[key]  # type: ignore[union-attr]
+    def _sort_hooks(self, own: bool = False) -> None:
+        """Keep those that received values have now, or forget those that the loss has given to them
+        outside of layers: the stage that has made them has them, too, and their whole gradient."""
+        for x, kept in self.taken:
+            hooks: Any = None if type(x) is Ghost else x._backward_hooks
+            if hooks and own:
+                kept.update(hooks)
+            elif hooks:
+                for key in hooks.keys() - kept:
+                    del hooks[key]
 
     # --- values that come and go ---
 
@@ -522,7 +525,8 @@ class ChunkRun:
                 self._check_made(label, x)
             self._take(label, x)
         if label in self.route.gives and label not in self.outs:
-            self._make(x)  # given to another stage's layer as it is: no operation has used it
+            if type(x) is Ghost:
+                self._make(x)  # given to another stage's layer as it is: no operation has used it
             if not isinstance(x, Tensor) or type(x) is Ghost:
                 raise self._differs(f"{self._at(label)} has no value to send ({label})")
             self._fits(label, self.route.gives[label], x)

@@ -503,7 +503,7 @@ def _write(run: GhostRun | None, func: Any, tensors: Sequence[Tensor], found: Ou
             continue
         if run is not None:
             run.writes(func, x)
-        x.memory.written(max(chunk, x.home), _kept(func) and any(map(_needs, tensors)))
+        x.memory.written(max(chunk, x.home), _may_have_gradient(func, tensors))
 
 
 def _results(
@@ -518,7 +518,7 @@ def _results(
 ) -> Any:
     tensors, device = given.tensors, given.device or ghosts[0].place
     chunk = -1 if run is None else run.chunk
-    needs = _kept(func) and any(map(_needs, tensors))
+    needs = _may_have_gradient(func, tensors)
     leaves: frozenset[int] | None = frozenset().union(*map(_leaves, ghosts)) if light else None
     place = -1
 
@@ -540,14 +540,13 @@ def _results(
 _leaves = attrgetter("leaves")
 
 
-def _kept(func: Any) -> bool:
-    """Whether gradients go through here. What a Function's forward detaches, or computes without a
-    graph, has one all the same."""
-    return in_function() or (torch.is_grad_enabled() and func not in DETACHING)
-
-
-def _needs(x: Tensor) -> bool:
-    return x.needs if type(x) is Ghost else x.requires_grad
+def _may_have_gradient(func: Any, tensors: Sequence[Tensor]) -> bool:
+    """What a Function's forward detaches, or computes without a graph, has one all the same."""
+    if in_function() or (torch.is_grad_enabled() and func not in DETACHING):
+        for x in tensors:
+            if x.needs if type(x) is Ghost else x.requires_grad:
+                return True
+    return False
 
 
 def refusal(func: Any, why: str) -> BaseException:

@@ -46,7 +46,8 @@ def shape_of(x: Tensor) -> Shape:
         stride = x.stride()
     except RuntimeError:
         stride = torch.empty(x.shape, device=META).stride()
-    return shape_with(x.shape, stride, x.dtype)
+    key = (x.shape, stride, x.dtype)
+    return _shapes.get(key) or shape_with(*key)
 
 
 def shape_with(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Shape:
