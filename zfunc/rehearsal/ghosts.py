@@ -21,7 +21,16 @@ from zfunc.errors import CompositionError
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.plans import Label, Spec
 from zfunc.rehearsal.results import flattened
-from zfunc.rehearsal.shapes import Arguments, Fresh, Given, Outcome, Shape, outcome, shape_of
+from zfunc.rehearsal.shapes import (
+    Arguments,
+    Fresh,
+    Given,
+    Outcome,
+    Shape,
+    outcome,
+    remade,
+    shape_of,
+)
 from zfunc.rehearsal.sites import site
 
 __all__ = [
@@ -534,7 +543,7 @@ def _results(
         made.within = -1 if run is None else run.within
         return made
 
-    return found.results(make)
+    return make(found.result) if type(found.result) is Fresh else remade(found.result, make)
 
 
 _leaves = attrgetter("leaves")

@@ -18,7 +18,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from zfunc.rehearsal.work import Counting
 
-__all__ = ["Arguments", "Fresh", "Given", "Outcome", "Shape", "outcome", "shape_of"]
+__all__ = ["Arguments", "Fresh", "Given", "Outcome", "Shape", "outcome", "remade", "shape_of"]
 
 META = torch.device("meta")
 MANY = 1 << 14  # what is kept is forgotten when there is so much of it
@@ -92,20 +92,14 @@ class Outcome:
     draws: bool
     uneven: bool
 
-    def results(self, make: Callable[[Given | Fresh], Tensor]) -> Any:
-        """The result, of tensors that are made."""
-        kind = type(self.result)
-        if kind is Fresh or kind is Given:
-            return make(self.result)
-        return _mapped(self.result, make)
 
-
-def _mapped(tree: Any, make: Callable[[Any], Any]) -> Any:
+def remade(tree: Any, make: Callable[[Any], Any]) -> Any:
+    """A result of something else in the place of its tensors."""
     if isinstance(tree, Given | Fresh | Tensor):
         return make(tree)
     if isinstance(tree, tuple | list):
-        return _like(tree, [_mapped(x, make) for x in tree])
-    return {k: _mapped(x, make) for k, x in tree.items()} if isinstance(tree, dict) else tree
+        return _like(tree, [remade(x, make) for x in tree])
+    return {k: remade(x, make) for k, x in tree.items()} if isinstance(tree, dict) else tree
 
 
 def _like(tree: Any, items: list[Any]) -> Any:
@@ -239,7 +233,7 @@ def _learnt(
         return Fresh(shape_of(_in_order(func, x, metas)), held)
 
     writes = tuple(i for i, x in enumerate(metas) if x._version)
-    return Outcome(_mapped(out, seen), writes, counting.flops, counting.draws, counting.uneven)
+    return Outcome(remade(out, seen), writes, counting.flops, counting.draws, counting.uneven)
 
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
