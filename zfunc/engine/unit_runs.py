@@ -56,7 +56,6 @@ class Running(Protocol):
         accord: how the ranks agree on what comes next (:class:`zfunc.engine.accord.Accord`).
         running: the context of the call, if there is one.
         leave: the ``leave`` hooks.
-        tick: what backward runs towards, beside ``ends``.
         ends: leaves that hand over their gradients by themselves, and their hooks of backward.
         holding: whether gradients are kept back for a later pass.
         waiting: gradients that an earlier pass kept back for this one.
@@ -69,13 +68,16 @@ class Running(Protocol):
     accord: Any
     running: Any
     leave: Sequence[Callable[..., Any]]
-    tick: Tensor
     ends: list[tuple[Tensor, Callable[[Tensor], Tensor | None]]]
     holding: bool
     waiting: Mapping[tuple[int, int], Any]
     take: Callable[[UnitInfo], list[Tensor] | None] | None
     adds: bool
     lingering: list[UnitRun]
+
+    @property
+    def tick(self) -> Tensor:
+        """What backward runs towards, beside ``ends``."""
 
     def close_others(self, runs: Sequence[UnitRun]) -> None:
         """Release units of earlier layers that were kept."""
