@@ -118,13 +118,16 @@ class Wire:
         while key not in self.posted:
             self._post(source)
         self.waiting[source] -= 1
+        for other, coming in self.coming.items():  # now there is time: most stages wait here first
+            while coming and coming[0].is_little:
+                self._post(other)
         found: list[Tensor] = self.posted.pop(key).wait()
         return found
 
     def post_ahead(self) -> None:
-        """Post the next receives of each stage, and at once what is little until then."""
+        """Post the next receives of each stage."""
         for source, coming in self.coming.items():
-            while coming and (self.waiting[source] < AHEAD or coming[0].is_little):
+            while coming and self.waiting[source] < AHEAD:
                 self._post(source)
 
     def post_all(self) -> None:
