@@ -9,6 +9,10 @@ takes here while all ranks sleep, which is measured before each schedule and pri
 Gradients of input and weight are nodes of their own. One ``autograd.Function`` with both computes
 both whenever autograd comes by: ``ctx.needs_input_grad`` says what required grad in forward, not
 what this backward was asked for (torch 2.13).
+
+torch's schedules of the same names run the same layers, cut by hand, in the same processes. Their
+step ends with the optimizer of each rank; ours also tells all ranks the loss and takes the norm of
+all gradients.
 """
 
 from __future__ import annotations
@@ -30,6 +34,12 @@ import zfunc as zf
 RANKS, MICROBATCHES, LAYERS, WIDTH = 4, 8, 8, 4
 # Chunks of a rank.
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb": 1, "zb_lean": 1, "zbv": 2}
+PEERS = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+}
 GAP_MOST = 0.1
 PLAIN, FASTER = "1f1b", ("zb", "zb_lean", "zbv")  # those with less of a bubble
 SECONDS, DRY_SECONDS = 0.02, 0.002
@@ -78,19 +88,27 @@ class Layer(nn.Module):
         return passed + Weighing.apply(self.weight, self.seconds)
 
 
-class Model(nn.Module):
-    """A table in front, so that the first layer's input has a gradient like all others."""
+class Stream(nn.Module):
+    """Some of the layers, behind a table if the first is among them, so that its input has a
+    gradient like all others."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, first: int = 0, last: int = LAYERS) -> None:
         super().__init__()
-        self.table = nn.Embedding(2, WIDTH)
-        self.layers = nn.ModuleList(Layer(seconds) for _ in range(LAYERS))
+        self.table = nn.Embedding(2, WIDTH) if first == 0 else nn.Identity()
+        self.layers = nn.ModuleList(Layer(seconds) for _ in range(first, last))
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids)
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.table(x)
         for layer in self.layers:
             x = layer(x)
-        return x.square().mean()
+        return x
+
+
+class Model(Stream):
+    """The whole, and a loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
 
 
 def slept(seconds: float) -> float:
@@ -106,6 +124,7 @@ def slept(seconds: float) -> float:
 
 def timed(schedule: str, seconds: float, warmup: int, turns: int) -> dict[str, Any]:
     """One rank: seconds of each step, and what the schedule says."""
+    torch.manual_seed(0)
     model, tx = zf.functionalize(Model(seconds)), zf.optim.sgd(0.01)
 
     def loss_fn(params: Any, ids: Tensor) -> Tensor:
@@ -136,10 +155,48 @@ def timed(schedule: str, seconds: float, warmup: int, turns: int) -> dict[str, A
     return {"seconds": found[warmup:], "cpu": cpu[warmup:], "planned": planned, "sleep": takes}
 
 
+def peer(schedule: str, seconds: float, warmup: int, turns: int) -> list[float]:
+    """One rank: seconds of each step of torch's schedule."""
+    from torch.distributed import pipelining
+
+    rank, chunks = dist.get_rank(), RANKS * SCHEDULES[schedule]
+    own = [rank]
+    if chunks > RANKS:
+        own.append(chunks - 1 - rank if schedule == "zbv" else RANKS + rank)
+    stages = []
+    for k in own:
+        first, last = LAYERS * k // chunks, LAYERS * (k + 1) // chunks
+        part = Stream(seconds, first, last)
+        stages.append(pipelining.PipelineStage(part, k, chunks, torch.device("cpu")))
+    run = getattr(pipelining, PEERS[schedule])(
+        stages if len(stages) > 1 else stages[0],
+        MICROBATCHES,
+        loss_fn=lambda x, _: x.square().mean(),
+    )
+    weights = [x for stage in stages for x in stage.submod.parameters()]
+    optimizer = torch.optim.SGD(weights, lr=0.01)
+    found = []
+    for _ in range(warmup + turns):
+        ids = torch.zeros(MICROBATCHES, dtype=torch.long)
+        dist.barrier()
+        begun = time.perf_counter()
+        given, losses = (ids,) if 0 in own else (), list[Tensor]()
+        asked = {"target": ids, "losses": losses} if chunks - 1 in own else {}
+        run.step(*given, **asked, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(time.perf_counter() - begun)
+    return found[warmup:]
+
+
 def every(schedules: list[str], seconds: float, warmup: int, turns: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
-    return {name: timed(name, seconds, warmup, turns) for name in schedules}
+    how, found = (seconds, warmup, turns), dict[str, Any]()
+    for name in schedules:
+        found[name] = timed(name, *how)
+        if name in PEERS:
+            found[name]["torch"] = peer(name, *how)
+    return found
 
 
 def measured(dry: bool, console: Console) -> dict[str, Any]:
@@ -151,10 +208,16 @@ def measured(dry: bool, console: Console) -> dict[str, Any]:
     return {"rows": rows, "ranks": seen}
 
 
+def slowest(ranks: list[dict[str, Any]], whose: str) -> float:
+    """Seconds of a step, as its slowest rank saw it."""
+    return median(max(step) for step in zip(*(rank[whose] for rank in ranks), strict=True))
+
+
 def row(ranks: list[dict[str, Any]]) -> dict[str, float]:
-    steps = [max(step) for step in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    took, planned = median(steps), median(rank["planned"] for rank in ranks)
+    took, planned = slowest(ranks, "seconds"), median(rank["planned"] for rank in ranks)
     found = {"seconds": took, "planned": planned, "ratio": took / planned}
+    if "torch" in ranks[0]:
+        found["torch"] = slowest(ranks, "torch")
     found["cpu"] = max(median(rank["cpu"]) for rank in ranks)
     return {**found, "sleep": median(rank["sleep"] for rank in ranks)}
 
@@ -176,9 +239,9 @@ def judge(rows: dict[str, dict[str, float]]) -> list[str]:
 def print_table(rows: dict[str, dict[str, float]], console: Console) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column(f"{RANKS} ranks, {MICROBATCHES} microbatches", no_wrap=True)
-    for title in ("s", "planned s", "ratio", "CPU s of the busiest rank", "s of a sleep"):
+    for title in ("s", "planned s", "ratio", "torch's s", "CPU s of the busiest rank", "a sleep s"):
         table.add_column(title, justify="right")
     for name, of in rows.items():
-        cells = (of[key] for key in ("seconds", "planned", "ratio", "cpu", "sleep"))
-        table.add_row(name, *(f"{x:.4f}" for x in cells))
+        cells = (of.get(key) for key in ("seconds", "planned", "ratio", "torch", "cpu", "sleep"))
+        table.add_row(name, *("" if x is None else f"{x:.4f}" for x in cells))
     console.print(table)
