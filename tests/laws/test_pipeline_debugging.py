@@ -6,6 +6,7 @@ import builtins
 import pdb
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -205,6 +206,47 @@ def test_nan_is_found_where_it_begins(schedule: str) -> None:
             first, second = errors(step_of(bad, 4, schedule), 2)
         assert type(second) is kind and re.search(text, str(second)), second
         assert isinstance(first, zf.DesyncError) and re.search(r"\(call 4\)", str(first))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb", "zbv"])
+def test_no_stage_returns_where_another_fails_in_its_last_action(schedule: str) -> None:
+    """Of a step of one's own, in which nothing behind the gradients asks the others."""
+
+    def fail(grad: Tensor) -> Tensor:
+        time.sleep(0.1)  # the others are through by then
+        raise ValueError("too late")
+
+    def first(p: Any, x: Tensor, marked: Tensor) -> Tensor:
+        w = p["w"] * 1
+        if marked.any():
+            w.register_hook(fail)
+        return x @ w
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        x = block(params["first"], batch["x"])
+        for i, layer in enumerate(params["blocks"]):
+            x = zf.layer(block, layer, x) if i else zf.layer(first, layer, x, batch["marked"])
+        return mean_square(x @ params["head"]["w"] + params["head"]["b"], batch["y"])
+
+    def own(state: Any, batch: Any) -> Any:
+        loss_of_all, grads = zf.value_and_grad(loss)(state.params, batch)
+        updates, opt_state = TX.update(grads, state.opt_state, state.params)
+        params = zf.optim.apply_updates(state.params, updates)
+        return state.replace(params=params, opt_state=opt_state), {"loss": loss_of_all}
+
+    batch = {**rows(0), "marked": torch.arange(24) >= 16}  # those of the last microbatch
+    step = zf.pipeline(own, 3, schedule, pipe=2)
+
+    def body() -> BaseException | None:
+        state = step.place(zf.TrainState.create(stack(), TX))
+        try:
+            step(state, batch)
+        except Exception as error:
+            return error
+        return None
+
+    found = zf.simulate(2, timeout=30)(body)()
+    assert type(found[0]) is ValueError and isinstance(found[1], zf.DesyncError), found
 
 
 def test_stages_go_on_once_the_world_has_recovered() -> None:

@@ -151,33 +151,6 @@ def test_scopes_nest_and_survive_exceptions() -> None:
     assert not keys._GLOBAL.locked()
 
 
-def test_a_series_of_scopes_puts_the_stream_back_once() -> None:
-    def draw() -> list[Tensor]:
-        drawn = []
-        for data in range(3):
-            with keys.scope(keys.fold_in(7, data)):
-                drawn.append(torch.rand(2))
-                with keys.scope(9):  # it gives back the outer one's stream
-                    drawn.append(torch.rand(2))
-                drawn.append(torch.rand(2))
-        return drawn
-
-    torch.manual_seed(0)
-    before, alone = torch.get_rng_state(), draw()
-    with keys.series(), keys.series():
-        together = draw()
-    assert all(map(torch.equal, together, alone))
-    assert torch.equal(torch.get_rng_state(), before)
-    with pytest.raises(RuntimeError), keys.series(), keys.scope(1):
-        torch.rand(-1)
-    assert torch.equal(torch.get_rng_state(), before)
-    with keys.scope(3), keys.series():  # within a scope nothing is new
-        draw()
-        last = torch.rand(2)
-    with keys.scope(3):
-        assert torch.equal(torch.rand(2), last)
-
-
 def test_threads_do_not_disturb_each_other() -> None:
     expected = []
     for rank in range(4):

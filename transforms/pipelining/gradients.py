@@ -37,7 +37,6 @@ from zfunc.engine.unit_info import Ready
 from zfunc.errors import CompositionError
 from zfunc.layout.readable import Readable
 from zfunc.ranks.comm import Group
-from zfunc.ranks.keys import series
 from zfunc.rehearsal.chunk_run import ChunkRun
 from zfunc.rehearsal.plans import Label
 from zfunc.schedules.pipeline_schedule import Schedule
@@ -166,17 +165,13 @@ class _Step(PipelineStage):
         """The result, alike on all stages but for the parts of gradients that they have."""
         do = {"F": self._forward, "B": self._backward, "I": self._inputs, "W": self._weights}
         self.lend()
-        told = None
-        drawing = NOT_DRAWING if self.running.key is None else series()
-        with drawing, torch.enable_grad():
-            for n, (kind, i, k) in enumerate(self.row, 1):
-                if n == len(self.row):  # the losses are there, and whoever is done waits for them
-                    told = self._tell()
+        with torch.enable_grad():
+            for kind, i, k in self.row:
                 with self.telling((kind, i, k)):
                     self.wire.post_ahead()
                     do[kind](i, k)
         self._take_back()
-        told = told or self._tell()
+        told = self._tell()  # behind the last action: where one fails, it fails on all ranks
         self.wire.finish()
         results: dict[tuple[int, int], Pending] = {}
         self.finished.append(self._root_pass())

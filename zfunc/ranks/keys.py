@@ -36,7 +36,6 @@ __all__ = [
     "path_of",
     "paused",
     "scope",
-    "series",
     "split",
     "watched",
 ]
@@ -176,16 +175,15 @@ def _stem(key: Key) -> int:
 
 # --- the global generator as a function of a key -----------------------------------------------
 
-State = list[tuple[torch.Generator, Tensor | None]]
+State = list[tuple[torch.Generator, Tensor]]
 
 
 class _Thread(threading.local):
-    """The scopes open in this thread: what each found, outermost first. The first one may stand
-    for a series."""
+    """The scopes open in this thread: what each found, outermost first."""
 
     def __init__(self) -> None:
         self.found: list[State] = []
-        self.owner = self.series = False
+        self.owner = False
 
 
 # Ranks that are threads share the global generators, so one thread at a time is in a scope.
@@ -193,18 +191,18 @@ _GLOBAL = threading.Lock()
 _thread = _Thread()
 
 
-def _save(state: bool = True) -> State:
-    found = [torch.default_generator]
+def _save() -> State:
+    found = [(torch.default_generator, torch.default_generator.get_state())]
     recorded = _watchers and _watchers[-1].recording  # then the GPU's is the graph's
     if not recorded and torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return [(generator, generator.get_state() if state else None) for generator in found]
+        device = torch.cuda.default_generators[torch.cuda.current_device()]
+        found.append((device, device.get_state()))
+    return found
 
 
 def _restore(state: State) -> None:
     for generator, value in state:
-        if value is not None:
-            generator.set_state(value)
+        generator.set_state(value)
 
 
 def _acquire() -> None:
@@ -272,35 +270,18 @@ class scope:
             _watchers[-1].enter(self.path)  # it may refuse
         if not (scopes := _thread.found):
             _acquire()
-        scopes.append(found := _save(not _thread.series or len(scopes) > 1))
+        scopes.append(found := _save())
         for generator, _ in found:
             generator.manual_seed(self.seed)
 
     def __exit__(self, *exception: Any) -> None:
         scopes = _thread.found
-        _restore(scopes.pop())
+        for generator, value in scopes.pop():
+            generator.set_state(value)
         if _watchers:
             _watchers[-1].leave()
         if not scopes:
             _release()
-
-
-@contextmanager
-def series() -> Iterator[None]:
-    """Scopes one behind the other, with nothing between them that draws: what the first finds is
-    put back once, behind the last."""
-    if _thread.found:
-        yield
-        return
-    _acquire()
-    _thread.found.append(_save())
-    _thread.series = True
-    try:
-        yield
-    finally:
-        _thread.series = False
-        _restore(_thread.found.pop())
-        _release()
 
 
 @contextmanager
