@@ -230,15 +230,16 @@ def test_no_stage_returns_where_another_fails_in_its_last_action(schedule: str) 
 
     def own(state: Any, batch: Any) -> Any:
         loss_of_all, grads = zf.value_and_grad(loss)(state.params, batch)
-        updates, opt_state = TX.update(grads, state.opt_state, state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = zf.optim.apply_updates(state.params, updates)
         return state.replace(params=params, opt_state=opt_state), {"loss": loss_of_all}
 
+    tx = zf.optim.sgd(0.1)
     batch = {**rows(0), "marked": torch.arange(24) >= 16}  # those of the last microbatch
     step = zf.pipeline(own, 3, schedule, pipe=2)
 
     def body() -> BaseException | None:
-        state = step.place(zf.TrainState.create(stack(), TX))
+        state = step.place(zf.TrainState.create(stack(), tx))
         try:
             step(state, batch)
         except Exception as error:
