@@ -178,8 +178,7 @@ class ConnectedGroup(Group):
         digest, _ = announcement("message", label, what)  # the same on both ranks
         self._numbers["send", to] += 1
         call = Collective("send", label, digest, self._numbers["send", to])
-        for book in tuple(self.world.ledgers):
-            book.record("send", label, self.axis, sum(map(NBYTES, parts)), HEADER_BYTES)
+        self._book(call, sum(map(NBYTES, parts)), HEADER_BYTES)
         try:
             under_way = self._transport.messages.send(call, to, parts)
         except DesyncError as error:
@@ -312,7 +311,9 @@ class ConnectedGroup(Group):
         return sum(chunk.nbytes for chunk in args[0]) - data.nbytes, None  # all_to_all
 
     def _record(self, call: Collective, sent: int, data: Tensor | None) -> None:
-        headers = HEADER_BYTES * self._transport.headers_sent(call.kind, data)
+        self._book(call, sent, HEADER_BYTES * self._transport.headers_sent(call.kind, data))
+
+    def _book(self, call: Collective, sent: int, headers: int) -> None:
         for book in tuple(self.world.ledgers):
             book.record(call.kind, call.label, self.axis, sent, headers)
 

@@ -76,6 +76,7 @@ def send(
         if x.layout is not torch.strided or x.is_meta:
             raise _without_data(label, len(parts), x)
         part = x.detach() if x.requires_grad else x
+        # Contiguous memory, which is the tensor's own if that is possible.
         if part.is_conj() or part.is_neg() or not part.is_contiguous():
             part = part.resolve_conj().resolve_neg().contiguous()
         parts.append(part)
