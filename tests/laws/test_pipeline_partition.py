@@ -167,6 +167,69 @@ def test_heads_count_and_tables_do_not() -> None:
     assert layers_of(said_of(Text(3, 2), example=ids)) == layers_of(said_of(Text(1000, 2)))
 
 
+class Row(nn.Module):
+    """Layers by their letters: of one letter one layer, several times; ``.`` has no parameters."""
+
+    def __init__(self, letters: str) -> None:
+        super().__init__()
+        made = {one: nn.Linear(4, 4) for one in sorted({*letters} - {"."})}
+        self.blocks = nn.ModuleList(nn.Tanh() if one == "." else made[one] for one in letters)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = x + each(x)
+        return x
+
+
+def of_row(letters: str, **how: Any) -> tuple[Tensor, Tensor, list[str]]:
+    """The loss of a second step on two stages and on one process, and the layers of the stages."""
+    torch.manual_seed(0)
+    model = zf.functionalize(Row(letters).double(), units="blocks.*")
+    params, x = model.params, torch.randn(8, 4, dtype=F64)
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return model.apply(p, x).square().mean()
+
+    def body(wrap: Any) -> Any:
+        step = wrap(zf.train_step(loss, TX))
+        state, _ = step(step.place(zf.TrainState.create(params, TX)), x)
+        return step(state, x)[1]["loss"], step.describe()
+
+    how = {"example": x, **how} if how.pop("measure", True) else how
+    runs = zf.simulate(2)(body)(lambda step: zf.pipeline(step, 4, pipe=2, **how))
+    return runs[0][0], body(lambda step: zf.accumulate(step, 4))[0], layers_of(runs[0][1])
+
+
+@pytest.mark.parametrize("measure", [True, False])
+@pytest.mark.parametrize("letters", ["aabc", "aabb", ".a.b", "abbb", "ab.."])
+def test_layers_that_are_one_and_layers_of_nothing(letters: str, measure: bool) -> None:
+    loss, alone, stages = of_row(letters, measure=measure)
+    assert torch.equal(loss, alone)
+    assert len(stages) == 2
+
+
+def test_what_runs_between_two_calls_of_a_layer_is_not_cut_off() -> None:
+    loss, alone, stages = of_row("abac")
+    assert torch.equal(loss, alone)
+    assert stages == ["blocks.0 to blocks.1", "blocks.3"]
+
+
+@pytest.mark.parametrize(
+    ("letters", "how", "text"),
+    [
+        ("aaaa", {"measure": False}, r"4 layers \(zf.Layers\), which are enough for 1 "),
+        ("a...", {"measure": False}, r"4 layers \(zf.Layers\), which are enough for 1 "),
+        ("abab", {}, r"4 layers \(zf.Layers\), which are enough for 1 .* between two calls"),
+        ("aabc", {"partition": [0, 1, 2], "measure": False}, "must go from 0 to 4"),
+        ("abaa", {"partition": [0, 2, 4]}, "gives chunk 1 the layers from 2 up to 4, and those"),
+        ("ab..", {"partition": [0, 2, 4]}, "no parameters of their own"),
+    ],
+)
+def test_chunks_without_parameters(letters: str, how: Any, text: str) -> None:
+    with pytest.raises((zf.PlacementError, zf.CompositionError), match=text):
+        of_row(letters, **how)
+
+
 def test_init_and_restore_keep_to_the_example(tmp_path: Path) -> None:
     def step_of(**how: Any) -> Any:
         return zf.pipeline(zf.train_step(uneven, TX), 4, "1f1b", pipe=2, **how)

@@ -31,12 +31,12 @@ class Measured:
     Attributes:
         structure: of the tree.
         flops: in forward, with what runs behind the layer, and before it if it runs first.
-        order: which layers run, by when they do so first.
+        calls: which layer each call runs.
     """
 
     structure: Any
     flops: Mapping[int, int]
-    order: tuple[int, ...]
+    calls: tuple[int, ...]
 
 
 def measured(fn: Callable[..., Any], state: Any, example: Any) -> Measured:
@@ -76,7 +76,7 @@ def _by_layer(plan: Rehearsed) -> tuple[dict[int, int], tuple[int, ...]]:
         found[start] += plan.flops[n] + plan.flops_between[n + 1]
     if starts:
         found[starts[0]] += plan.flops_between[0]
-    return found, tuple(found)
+    return found, tuple(starts)
 
 
 def _filled(x: Any) -> Any:

@@ -52,33 +52,41 @@ def parts_of(
         work: of its layers, if that is known.
 
     Raises:
-        PlacementError: there are fewer layers than chunks.
+        PlacementError: there are fewer layers than chunks, or a given chunk has no parameters.
         CompositionError: the given cuts are none.
     """
     tree = opened(params)
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
     items = list(_defined(optree.tree_unflatten(spec, list(range(len(leaves))))))
     layers = [some for kind, some in items if kind == "layer"]
-    if len(layers) < chunks:
-        raise PlacementError(
-            f"the parameters have {len(layers)} layers (zf.Layers), and a pipeline divides them "
-            f"into {chunks} chunks. Take fewer ranks along pipe, fewer chunks, or mark layers: "
-            "zf.functionalize does so for the lists of blocks in a module, and for others with "
-            'units=: zf.functionalize(model, units="layers.*").'
-        )
     known = work if work is not None and work.structure == spec else None
-    order = _order(layers, known)
-    weights = _sizes(leaves, items, partition) if known is None else _flops(layers, known)
-    row = [weights[i] for i in order]
-    if isinstance(partition, str):
-        cuts = balanced_cuts(row, chunks)
+    given = None if isinstance(partition, str) else partition
+    rows = _inseparable(layers, known) if given is None else [[i] for i in range(len(layers))]
+    if len(rows) < chunks:
+        raise PlacementError(
+            f"the parameters have {len(layers)} layers (zf.Layers){_told(layers, rows)}, and a "
+            f"pipeline divides them into {chunks} chunks. Take fewer ranks along pipe, fewer "
+            "chunks, or mark layers: zf.functionalize does so for the lists of blocks in a module, "
+            'and for others with units=: zf.functionalize(model, units="layers.*").'
+        )
+    sizes = _sizes(leaves, items, partition) if known is None else _flops(layers, known)
+    weights = [sum(sizes[i] for i in row) for row in rows]
+    if given is None:
+        cuts = balanced_cuts(weights, chunks)
     else:
-        cuts = checked_cuts(partition, len(layers), chunks)
+        cuts = checked_cuts(given, len(layers), chunks)
     of_layer = [0] * len(layers)
     for chunk, (low, high) in enumerate(pairwise(cuts)):
-        for i in order[low:high]:
+        some = [i for row in rows[low:high] for i in row]
+        if not any(layers[i] for i in some):
+            raise PlacementError(
+                f"partition={list(partition)} gives chunk {chunk} the layers from {low} up to "
+                f"{high}, and those have no parameters of their own: none, or those of layers "
+                "before them. Cut elsewhere: each chunk has a layer with some."
+            )
+        for i in some:
             of_layer[i] = chunk
-    heavy = tuple(sum(row[low:high]) for low, high in pairwise(cuts))
+    heavy = tuple(sum(weights[low:high]) for low, high in pairwise(cuts))
     return Division(_with_the_rest(len(leaves), items, of_layer), heavy)
 
 
@@ -95,17 +103,41 @@ def _with_the_rest(
     return tuple(found)
 
 
-def _order(layers: Sequence[list[int]], work: Measured | None) -> list[int]:
-    """Layers in the order in which they run, if that is known; what does not run stays behind the
-    layer that is defined before it."""
-    if work is None:
-        return list(range(len(layers)))
-    when = {start: n for n, start in enumerate(work.order)}
-    keys, last = [], -1
-    for layer in layers:
-        last = when.get(layer[0], last) if layer else last
-        keys.append(last)
-    return sorted(range(len(layers)), key=lambda i: keys[i])
+def _inseparable(layers: Sequence[list[int]], work: Measured | None) -> list[list[int]]:
+    """Layers in the order in which they run, if that is known; those together that no cut parts.
+
+    What does not run, or has no leaves of its own, stays with the layer that is defined before it;
+    what runs between two calls of one layer, with that.
+    """
+    calls = [layer[0] for layer in layers if layer] if work is None else work.calls
+    first = {start: n for n, start in reversed(list(enumerate(calls)))}
+    last = {start: n for n, start in enumerate(calls)}
+    runs: list[tuple[int, int, list[int]]] = []  # first and last call, and the layers
+    waiting: list[int] = []
+    for i, layer in enumerate(layers):
+        if layer and layer[0] in first:
+            runs.append((first[layer[0]], last[layer[0]], [*waiting, i]))
+            waiting = []
+        else:
+            (runs[-1][2] if runs else waiting).append(i)
+    rows: list[list[int]] = []
+    end = -1
+    for begin, until, some in sorted(runs):
+        if begin < end:
+            rows[-1] += some
+        else:
+            rows.append(some)
+        end = max(end, until)
+    return rows or [waiting]
+
+
+def _told(layers: Sequence[list[int]], rows: Sequence[list[int]]) -> str:
+    if len(layers) == len(rows):
+        return ""
+    return (
+        f", which are enough for {len(rows)} (a layer that has no parameters of its own, that does "
+        "not run, or that runs between two calls of another goes with that)"
+    )
 
 
 def _flops(layers: Sequence[list[int]], work: Measured) -> list[int]:

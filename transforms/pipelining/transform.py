@@ -204,7 +204,7 @@ class Pipeline(Meshed):
         key = "work of layers", id(self.example)
         if key not in memo and placing is not None:
             found = measured(placing.fn, memo["placing"], self.example)
-            rows = ranks.exchange([found.order, *found.flops.items()], label="work of layers")
+            rows = ranks.exchange([found.calls, *found.flops.items()], label="work of layers")
             if any(row != rows[0] for row in rows):
                 raise PlacementError(
                     "pipeline(example=...): its layers do other work on some ranks than on others, "
