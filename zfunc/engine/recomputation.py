@@ -120,10 +120,33 @@ _BOUND: ContextVar[tuple[Bound, ...] | None] = ContextVar("zfunc_bound", default
 
 _lock = threading.Lock()
 _running = 0
-_generator = theirs._checkpoint_without_reentrant_generator
-_CONFIGURED = sum(  # how many arguments say how, before those of the function
-    p.kind is p.POSITIONAL_OR_KEYWORD for p in inspect.signature(_generator).parameters.values()
-)
+
+
+def _looked_up() -> str:
+    """The name of the generator that ``checkpoint`` runs around its function.
+
+    Raises:
+        ImportError: this torch does it in another way. Nothing would come here, without a word.
+    """
+    callers = theirs.checkpoint, getattr(theirs, "_checkpoint_impl", None)  # that from 2.15 on
+    called = {name for f in callers if f for name in inspect.unwrap(f).__code__.co_names}
+    for name in _FLAT, f"{_FLAT}_impl":
+        if name in called:
+            return name
+    raise ImportError(
+        f"zfunc does not know how torch.utils.checkpoint of torch {torch.__version__} works: take "
+        "an older torch, or a newer zfunc."
+    )
+
+
+_FLAT = "_checkpoint_without_reentrant_generator"  # its function's arguments are its last
+_NAME = _looked_up()
+_generator: Callable[..., Iterator[None]] = getattr(theirs, _NAME)
+_HOW = [  # what it is told beside the function and its arguments
+    name
+    for name, p in inspect.signature(_generator).parameters.items()
+    if p.kind is (p.POSITIONAL_OR_KEYWORD if _NAME == _FLAT else p.KEYWORD_ONLY)
+][_NAME == _FLAT :]
 _SWAPPED = inspect.unwrap(stateless._functional_call).__code__
 
 
@@ -145,7 +168,7 @@ class taken:
         with _lock:
             _running += 1
             if _running == 1:
-                theirs._checkpoint_without_reentrant_generator = _dispatched
+                setattr(theirs, _NAME, _dispatched)
                 theirs.CheckpointFunction.apply = classmethod(_reentrant)  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *error: object) -> None:
@@ -153,7 +176,7 @@ class taken:
         with _lock:
             _running -= 1
             if _running == 0:
-                theirs._checkpoint_without_reentrant_generator = _generator
+                setattr(theirs, _NAME, _generator)
                 del theirs.CheckpointFunction.apply
         _BOUND.reset(self.token)
 
@@ -165,30 +188,45 @@ def _reentrant(cls: Any, function: Any, preserve: Any, *xs: Any) -> Any:
     return theirs.checkpoint(function, *xs, **how)
 
 
-def _dispatched(*args: Any, **kwargs: Any) -> Iterator[None]:
+def _dispatched(function: Any, /, *given: Any, **more: Any) -> Iterator[None]:
     bound = _BOUND.get()
-    if bound is None or isinstance(args[0], Twice) or not torch.is_grad_enabled():
-        return _generator(*args, **kwargs)
-    return _taken(bound, args, kwargs)
+    if bound is None or isinstance(function, Twice) or not torch.is_grad_enabled():
+        return _generator(function, *given, **more)
+    if _NAME == _FLAT:
+        return _taken(
+            bound, function, given[len(_HOW) :], more, dict(zip(_HOW, given, strict=False))
+        )
+    return _taken(bound, function, *given, more)
+
+
+def _around(
+    function: Any, xs: tuple[Any, ...], kw: dict[str, Any], how: dict[str, Any]
+) -> Iterator[None]:
+    if _NAME == _FLAT:
+        return _generator(function, *how.values(), *xs, **kw)
+    return _generator(function, xs, kw, **how)
 
 
 def _taken(
-    bound: tuple[Bound, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    bound: tuple[Bound, ...],
+    function: Any,
+    xs: tuple[Any, ...],
+    kw: dict[str, Any],
+    how: dict[str, Any],
 ) -> Iterator[None]:
     """What ``checkpoint`` runs around its function: until ``yield``, and behind it."""
-    function, _, context_fn, *how = args[:_CONFIGURED]
     if cannot() or _swapped():
-        with context_fn()[0]:
+        with how["context_fn"]()[0]:
             yield
         return
     kept = [one.keep() for one in bound]
     leaves = [x for one in kept for x in one.leaves]
     twice = Twice(_restored(function, kept))
-    given = (*leaves, *args[_CONFIGURED:])
     token = RECOMPUTED.set("first")
     try:
         # Random numbers are the same in any case: where there are none it costs next to nothing.
-        yield from _generator(twice.again, True, context_fn, *how, *given, **kwargs)
+        how = {**how, "preserve_rng_state": True}
+        yield from _around(twice.again, (*leaves, *xs), kw, how)
     finally:
         RECOMPUTED.reset(token)
 
