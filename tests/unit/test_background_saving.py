@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import zfunc as zf
 from tests import warm
 from tests.laws.cases import ADAMW, assert_same, train
 from tests.laws.models import CASES
+from zfunc.files import background
 from zfunc.files.conversion import OnDisk, OpenCheckpoint
 from zfunc.files.inventory import TensorLeaf
+from zfunc.files.saving import Task
 
 F64 = torch.float64
 STACK = CASES["stack"]
@@ -91,6 +94,32 @@ def test_an_error_in_the_background_is_never_lost(
     fail(lambda saving: zf.save(tmp_path, {"step": 3}))
     fail(lambda saving: zf.restore(tmp_path, {"w": torch.ones(9), "step": 3}))
     fail(lambda saving: None)  # the end of the world
+
+
+def test_who_waits_again_is_told_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all ranks, whoever was told before: by its own wait, or by the next save."""
+    done = background.complete
+
+    def on_one(task: Task, *how: Any) -> None:
+        if task.rank == 1:
+            raise OSError(28, "No space left on device")
+        done(task, *how)
+
+    def body(by_the_next: bool) -> list[str]:
+        failing = zf.save(tmp_path, {"w": torch.ones(9), "step": 2}, block=False)
+        first = partial(zf.save, tmp_path, {"step": 3}) if by_the_next else failing.wait
+        told = []
+        for wait in (first, failing.wait, failing.wait):
+            with pytest.raises(zf.CheckpointError) as raised:
+                wait()
+            told.append(str(raised.value))
+        zf.save(tmp_path, {"w": torch.ones(9), "step": 4})  # told once is enough for what follows
+        return told
+
+    monkeypatch.setattr(background, "complete", on_one)
+    for by_the_next in (False, True):
+        for first, *again in zf.simulate(2)(body)(by_the_next):
+            assert "No space left on device" in first and again == [first, first]
 
 
 AT_EXIT = """

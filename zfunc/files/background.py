@@ -55,6 +55,7 @@ class Saving:
     def __init__(self, step: int, path: Path) -> None:
         self.step, self.path = step, path
         self.problem: str | None = None
+        self._failure: str | None = None  # what is raised on this rank
         self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -69,11 +70,16 @@ class Saving:
         """Return once the checkpoint is complete; a collective. Again it is free.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: it could not be written; each time, whoever was told before.
         """
-        if self._thread is not None:
-            self._join()
+        if self._thread is None:
+            return self._report()
+        self._join()
+        try:
             agreed(group(None, "data"), self._report, label="save")
+        except CheckpointError as error:
+            self._failure = str(error)  # of another rank, too
+            raise
 
     def _end(self) -> None:
         """Wait on this rank alone, and raise what went wrong."""
@@ -87,10 +93,10 @@ class Saving:
         _unfinished.discard(self)
 
     def _report(self) -> None:
-        if self.problem is not None:
-            raise CheckpointError(
-                f"saving step {self.step} in the background failed: {self.problem}"
-            )
+        if self._failure is None and self.problem is not None:
+            self._failure = f"saving step {self.step} in the background failed: {self.problem}"
+        if self._failure is not None:
+            raise CheckpointError(self._failure)
 
     def _run(self, task: Task, writer: DataWriter, data: list[tuple[Chunk, memoryview]]) -> None:
         if sys.platform == "linux":  # where threads have priorities: the training goes first
@@ -233,10 +239,10 @@ def settle(together: bool = True) -> None:
         CheckpointError: it could not be written.
     """
     saving: Saving | None = current().memo.pop("saving", None)
-    if saving is not None and together:
-        saving.wait()
-    elif saving is not None:
+    if saving is not None and not together:
         saving._end()
+    elif saving is not None and saving._thread is not None:  # nobody has waited for it
+        saving.wait()
 
 
 def _settle_apart() -> None:
