@@ -160,6 +160,24 @@ def test_sizes_in_bytes() -> None:
     assert tree.size_bytes({"none": None, "n": 3}) == 0
 
 
+def test_sizes_of_shapes_in_bytes() -> None:
+    """On meta no leaf has an address; leaves of one storage lie in it one behind the other."""
+    flat = torch.empty(100, dtype=F64, device="meta")
+    parts = {"w": flat[:60].view(10, 6), "b": flat[60:], "tied": flat[:60]}
+    assert tree.size_bytes({"a": torch.empty(5, device="meta"), **parts}) == 4 * 5 + 8 * 100
+
+    def body() -> list[int | None]:
+        step, sizes = zf.shard(zf.train_step(lambda p, batch: p, ADAMW), stage=3), []
+        for params in (full, shapes):
+            step.place(zf.TrainState.create(params, ADAMW))
+            sizes.append(step.describe().state_bytes)
+        return sizes
+
+    full, shapes = stack(F64), tree.map(lambda x: x.to("meta"), stack(F64))
+    for here, there in zf.simulate(2)(body)():
+        assert here == there
+
+
 def test_optimizers_on_every_rank_hold_their_part_only() -> None:
     def body() -> Any:
         step = zf.shard(zf.train_step(lambda p, batch: p, ADAMW), stage=1, unit_bytes=1)

@@ -456,15 +456,14 @@ def _as_flats(node: Any) -> Sequence[Any]:
 
 def size_bytes(tree: Tree) -> int:
     """Bytes of the tensors that this rank holds; memory shared by leaves counts once."""
-    seen: dict[int, int] = {}
-    total = 0
+    seen: dict[Any, int] = {}
     for leaf in leaves(tree):
         if isinstance(leaf, Tensor) and leaf.numel():
-            key = leaf.data_ptr()
-            if seen.get(key, -1) < leaf.nbytes:
-                total += leaf.nbytes - max(seen.get(key, 0), 0)
-                seen[key] = leaf.nbytes
-    return total
+            key: Any = leaf.data_ptr()
+            if leaf.is_meta:  # where all of them lie at 0
+                key = leaf.untyped_storage()._cdata, leaf.storage_offset()
+            seen[key] = max(seen.get(key, 0), leaf.nbytes)
+    return sum(seen.values())
 
 
 def get(tree: Tree, path: str) -> Any:
