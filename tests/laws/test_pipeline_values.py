@@ -91,6 +91,29 @@ def test_a_tensor_that_the_first_stage_writes_to(loss: Loss, schedule: str) -> N
     check(Model(params(), loss, rows), schedule)
 
 
+def returned_twice(looks: bool) -> Loss:
+    """A layer's results have one tensor in two places, of which later ones use one each."""
+
+    def fn(q: Any, x: Tensor, kept: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        y = layer(q, x) * (2 if looks and x.isnan().any() else 1)
+        return y, [*kept, y]
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        x, kept = batch["x"], list[Tensor]()
+        for each in layers(p):
+            x, kept = zf.layer(fn, each, x, kept)
+            assert kept[-1] is x
+        return end(x, batch) + sum((y.mean() for y in kept), torch.zeros((), dtype=F64))
+
+    return loss
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("looks", [False, True])
+def test_a_tensor_that_a_layer_returns_twice(looks: bool, schedule: str) -> None:
+    check(Model(params(), returned_twice(looks), rows), schedule)
+
+
 def in_slots(p: Any, batch: Any) -> Tensor:
     x, kept = batch["x"], torch.zeros(len(layers(p)), *batch["x"].shape, dtype=F64)
     for i, each in enumerate(layers(p)):

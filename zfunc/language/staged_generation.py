@@ -23,7 +23,7 @@ from zfunc.errors import PlacementError
 from zfunc.language.decoding import Decoder, StagedDecoder
 from zfunc.ranks.comm import Group, even_cuts
 from zfunc.ranks.digests import digests
-from zfunc.rehearsal.plans import Called, Rehearsed, Same, Spec
+from zfunc.rehearsal.plans import Called, Rehearsed, Repeated, Same, Spec
 from zfunc.transforms.pipelining.repeated import RepeatedStage, repeated
 
 __all__ = ["comes_apart", "staged_columns"]
@@ -308,7 +308,7 @@ def _called_alike(a: Called, b: Called) -> bool:
     if a.writes != b.writes or len(a.results) != len(b.results):
         return False
     return all(
-        x == y if isinstance(x, Spec | Same) else type(x) is type(y)
+        x == y if isinstance(x, Spec | Same | Repeated) else type(x) is type(y)
         for x, y in zip(a.results, b.results, strict=True)
     )
 

@@ -36,7 +36,16 @@ from zfunc.rehearsal.ghosts import (
     named,
     settle,
 )
-from zfunc.rehearsal.plans import MADE, Called, Label, Rehearsed, Same, SameContainer, Spec
+from zfunc.rehearsal.plans import (
+    MADE,
+    Called,
+    Label,
+    Rehearsed,
+    Repeated,
+    Same,
+    SameContainer,
+    Spec,
+)
 from zfunc.rehearsal.results import (
     are_alike,
     containers,
@@ -64,14 +73,14 @@ class Done(BaseException):
 def _stands(then: Any, x: Any) -> bool:
     """Whether what a layer returned in the rehearsal stands for what it returns."""
     if isinstance(x, Tensor):
-        return isinstance(then, Spec | Same)
+        return isinstance(then, Spec | Same | Repeated)
     if isinstance(then, Same | SameContainer):
         return True
     return not isinstance(then, Spec) and is_same(x, then)
 
 
 def _told(x: Any) -> str:
-    if isinstance(x, Spec | Same | Tensor):
+    if isinstance(x, Spec | Same | Repeated | Tensor):
         return "a tensor"
     return repr(x) if is_value(x) and not is_array(x) else f"another {type(x).__name__}"
 
@@ -113,9 +122,13 @@ def _check_numbers(outs: Sequence[Any]) -> None:
             )
 
 
-def _is_argument(x: Any, y: Any) -> bool:
-    """Whether a result of a layer is an argument of it, or all of its memory."""
-    if x is y or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+def _is_one(x: Any, y: Any) -> bool:
+    """Whether a result of a layer is an argument of it, or another result, or all of its memory."""
+    if (
+        x is y
+        or Ghost in (type(x), type(y))
+        or not (isinstance(x, Tensor) and isinstance(y, Tensor))
+    ):
         return x is y
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
@@ -452,10 +465,14 @@ class ChunkRun:
                     f"layer {plan.name} returned {_told(x)}, and {_told(then)} then. What depends "
                     "on numbers is to be a tensor"
                 )
-            if type(then) is Same and not _is_argument(x, ins[then.position]):
+            if not isinstance(then, Same | Repeated):
+                continue
+            what, of = ("argument", ins) if type(then) is Same else ("result", outs)
+            if not _is_one(x, of[then.position]):
                 raise self._differs(
-                    f"layer {plan.name} returned its argument {then.position} then, and something "
-                    "else now. Where that depends on numbers return a tensor of its own, x.clone()"
+                    f"layer {plan.name} returned its {what} {then.position} there then, and "
+                    "something else now. Where that depends on numbers return a tensor of its own, "
+                    "x.clone()"
                 )
 
     def _skip(
@@ -479,6 +496,8 @@ class ChunkRun:
                 outs.append(ghost_like(x.form, x.device, plan.chunk, x.needs_grad))
             elif type(x) is Same:
                 outs.append(ins[x.position])
+            elif type(x) is Repeated:
+                outs.append(outs[x.position])
             else:
                 outs.append(around[x.position] if type(x) is SameContainer else x)
         if (n, "out") in route.places:  # what was given has been met

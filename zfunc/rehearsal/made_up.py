@@ -70,12 +70,15 @@ class MadeUp:
     def emptied(self, out: Any, chunk: int) -> Any:
         """What a layer of a chunk has returned, with ghosts in the place of what it has made."""
         memories = {memory_id(x): was.memory for x, was in self.filled if type(was) is Ghost}
+        made: dict[int, Ghost] = {}  # of a tensor that it returns twice one
 
         def ghost(x: Tensor) -> Tensor:
             if type(x) is Ghost or any(x is given for given, _ in self.filled):
                 return x
-            memory = memories.setdefault(memory_id(x), GhostMemory())
-            return ghost_like(form_of(x), x.device, chunk, True, memory=memory)
+            if id(x) not in made:
+                memory = memories.setdefault(memory_id(x), GhostMemory())
+                made[id(x)] = ghost_like(form_of(x), x.device, chunk, True, memory=memory)
+            return made[id(x)]
 
         return replaced(out, ghost)
 

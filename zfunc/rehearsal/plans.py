@@ -13,7 +13,17 @@ from zfunc.layout.layout import Layout
 from zfunc.rehearsal.results import Rebuild, containers
 from zfunc.rehearsal.shapes import Shape, shape_with
 
-__all__ = ["MADE", "Called", "ChunkRoute", "Label", "Rehearsed", "Same", "SameContainer", "Spec"]
+__all__ = [
+    "MADE",
+    "Called",
+    "ChunkRoute",
+    "Label",
+    "Rehearsed",
+    "Repeated",
+    "Same",
+    "SameContainer",
+    "Spec",
+]
 
 Label = tuple[int, str, int]
 """A value, by where layers first meet it: which call of a layer, counted from 0, ``"in"`` or
@@ -52,6 +62,13 @@ class Same:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """A result of a layer that stands among them before: the flattened one at ``position``."""
+
+    position: int
+
+
+@dataclass(frozen=True)
 class SameContainer:
     """A list, dict or record that a layer was given and returned: which of those it was given."""
 
@@ -69,7 +86,8 @@ class Called:
         index: its number among all calls of ``zf.layer`` in the loss.
         inside: how many calls of ``zf.layer`` there are within it.
         arguments: how many leaves its arguments have.
-        results: a leaf each: a ``Spec``, a ``Same``, a ``SameContainer``, or what is no tensor.
+        results: a leaf each: a ``Spec``, a ``Same``, a ``Repeated``, a ``SameContainer``, or what
+            is no tensor.
         structure: in which they are.
         rebuild: puts them together.
         writes: positions of arguments that it writes to in place.

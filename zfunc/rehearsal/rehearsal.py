@@ -52,7 +52,7 @@ from zfunc.rehearsal.ghosts import (
 from zfunc.rehearsal.known import nothing_sent
 from zfunc.rehearsal.made_up import MadeUp, calls_in, memory_id, unmark, version_of
 from zfunc.rehearsal.own_copies import OwnCopies
-from zfunc.rehearsal.plans import Called, Label, Rehearsed, Same, SameContainer, Spec
+from zfunc.rehearsal.plans import Called, Label, Rehearsed, Repeated, Same, SameContainer, Spec
 from zfunc.rehearsal.refs import GhostRef, Seam
 from zfunc.rehearsal.repeats import Repeats
 from zfunc.rehearsal.results import containers, flattened, is_array, structure, tensors_in
@@ -548,7 +548,7 @@ class _Rehearsal:
             self.calls[n],
             inside=running.layer_calls - counted,
             arguments=len(ins),
-            results=tuple(_kept(x, ins, around) for x in new),
+            results=tuple(_kept(x, ins, around, new[:p]) for p, x in enumerate(new)),
             structure=structure(out),
             rebuild=rebuild,
             writes=writes,
@@ -683,13 +683,16 @@ def _content(x: Any) -> Any:
     return x.tobytes() if is_array(x) else bytes(x) if isinstance(x, bytearray) else None
 
 
-def _kept(x: Any, ins: Sequence[Any], around: Sequence[Any]) -> Any:
+def _kept(x: Any, ins: Sequence[Any], around: Sequence[Any], before: Sequence[Any]) -> Any:
     """What is known of a layer's result when it does not run."""
     if (position := next((p for p, y in enumerate(around) if y is x), None)) is not None:
         return SameContainer(position)
     position = next((p for p, y in enumerate(ins) if y is x), None)
     if position is not None and not isinstance(x, int | float | str | None):
         return Same(position)
+    position = next((p for p, y in enumerate(before) if y is x), None)
+    if position is not None and isinstance(x, Tensor):
+        return Repeated(position)
     return x.spec if type(x) is Ghost else x
 
 
