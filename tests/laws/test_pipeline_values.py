@@ -91,6 +91,19 @@ def test_a_tensor_that_the_first_stage_writes_to(loss: Loss, schedule: str) -> N
     check(Model(params(), loss, rows), schedule)
 
 
+def written_views(p: Any, batch: Any) -> Tensor:
+    """Layers write to what they are given, the first one to a view."""
+    x = layer(p["first"], batch["x"]).view(-1, 2, 3)
+    for each in layers(p):
+        x = zf.layer(lambda q, x: x.add_(layer(q, x.clone().flatten(1)).view_as(x)), each, x)
+    return end(x.flatten(1), batch)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_view_that_the_first_layer_writes_to(schedule: str) -> None:
+    check(Model(params(), written_views, rows), schedule)
+
+
 def returned_twice(looks: bool) -> Loss:
     """A layer's results have one tensor in two places, of which later ones use one each."""
 

@@ -446,6 +446,9 @@ class ChunkRun:
     def _begin(self, given: Sequence[Any]) -> None:
         for x in given:
             if isinstance(x, Tensor) and type(x) is not Ghost and x.grad_fn is not None:
+                # Where a layer writes to a view, gradients go on to the whole, and not to the view.
+                if x._base is not None and x._base.grad_fn is not None:
+                    x = x._base
                 edge = get_gradient_edge(x)
                 self.begins[edge.node, edge.output_nr] = edge, x
 
