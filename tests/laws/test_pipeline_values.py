@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import zfunc as zf
@@ -143,10 +144,17 @@ def scored(q: Any, x: Tensor) -> Tensor:
     return x + 0.1 * torch.func.grad(lambda y: layer(q, y).square().sum())(x)
 
 
+def along(q: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        y, tangent = forward_ad.unpack_dual(layer(q, forward_ad.make_dual(x, x * 1)))
+    return y + 0.1 * tangent
+
+
 IN_LAYERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "grad": scored,
     "vjp": lambda q, x: x + torch.func.vjp(lambda y: layer(q, y), x)[1](x)[0],
     "jvp": lambda q, x: x + torch.func.jvp(lambda y: layer(q, y), (x,), (x,))[1],
+    "forward_ad": along,
 }
 
 

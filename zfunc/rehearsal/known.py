@@ -65,17 +65,32 @@ _LOOKS += " __contains__ nonzero argwhere unique unique_consecutive equal allclo
 
 @rule(*_LOOKS.split())
 def _looks(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return _on_numbers(
+        func,
+        args,
+        kwargs,
+        "it looks at its numbers. Look at them inside a layer, decide by what the batch holds, "
+        "or compute without a branch (torch.where)",
+    )
+
+
+@rule("_make_dual", "_unpack_dual", of=(torch,))
+def _dual(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Forward-mode differentiation without ``torch.func``, which unwraps what it is given."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return computed(func, args, kwargs)
+    why = "it has no tangent here. Do that inside a layer (torch.autograd.forward_ad)"
+    return _on_numbers(func, args, kwargs, why)
+
+
+def _on_numbers(func: Any, args: Any, kwargs: dict[str, Any], why: str) -> Any:
     run = RUN.get()
     ghosts = [x for x in map(settle, (*args, *kwargs.values())) if type(x) is Ghost]
     if not ghosts:
         return func(*args, **kwargs)
     if run is not None and run.used(func, ghosts, False, False):
         return func(*args, **kwargs)
-    raise refusal(
-        func,
-        "it looks at its numbers. Look at them inside a layer, decide by what the batch holds, "
-        "or compute without a branch (torch.where)",
-    )
+    raise refusal(func, why)
 
 
 _MEMORY = "data_ptr untyped_storage storage share_memory_ __reduce_ex__ __deepcopy__ __dlpack__"
