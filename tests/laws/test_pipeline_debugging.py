@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zfunc as zf
+from tests.laws.cases import assert_near
 from tests.laws.models import block, mean_square
-from tests.laws.pipelines import TX, rows, stack, stack_loss
+from tests.laws.pipelines import TX, Model, rows, stack, stack_loss
 from zfunc.rehearsal.failures import located
 
 Layer = Callable[[Any, Tensor], Tensor]
@@ -365,6 +366,34 @@ def test_layers_that_remember_do_not_remember_the_rehearsal() -> None:
     trained(loss, stack())
     assert number == COUNT == calls["number"] == len(kept) == 6 * 4 * 2
     assert all(type(x) is Tensor for x in (*kept, *remembering.__defaults__[0]))
+
+
+class Masked(nn.Module):
+    """A layer with a buffer that it fills when it needs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None or len(self.mask) < len(x):
+            self.mask = x.new_ones(len(x), len(x)).tril()
+        return x + torch.tanh(self.linear(self.mask[: len(x), : len(x)] @ x))
+
+
+def test_buffers_that_layers_fill_are_not_those_of_the_rehearsal() -> None:
+    torch.manual_seed(0)
+    model = zf.functionalize(nn.Sequential(*(Masked() for _ in range(4))).double())
+
+    def loss(params: Any, batch: Any) -> Tensor:
+        return model.apply(params, batch["x"]).square().mean()
+
+    run = Model(model.params, loss, rows).trained
+    staged = zf.simulate(2)(lambda: run(lambda f: zf.pipeline(f, 3, pipe=2), steps=2))()
+    wanted = run(lambda f: zf.accumulate(f, 3), steps=2)
+    for found in staged:
+        assert_near(found, wanted, 1e-9)
 
 
 KEPT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

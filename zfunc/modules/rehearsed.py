@@ -74,7 +74,7 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
     kept = [(part, *_attributes(part)) for part in parts]
     rows = [part.__dict__[name] for part in parts for name in _HOOKS]
     before = {i: dict(hooks) for i, hooks in enumerate(rows) if hooks}
-    outside = _outside(template)
+    outside, unset = _outside(template), _unset(template)
     states: list[Any] = []
 
     def noting(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,12 +120,25 @@ def _traceless(template: Template, copies: Any) -> Iterator[None]:
                 hooks.update(before.get(i, {}))
         for part, values, contents in kept:
             _put_back(part, values, contents)
+        for holder, name, was in unset:
+            holder[name] = was
 
 
 def _outside(template: Template) -> list[tuple[str, nn.Module]]:
     """The modules that are in no layer, and their paths."""
     layers = tuple(f"{unit.module}." for unit in template.anatomy.units)
     return [each for each in template.modules.items() if not f"{each[0]}.".startswith(layers)]
+
+
+def _unset(template: Template) -> list[tuple[dict[str, Any], str, Any]]:
+    """The buffers that the module has as ``None``, and may fill when it is called; and what is
+    there."""
+    return [
+        (holder, name, holder.get(name))
+        for holder, at_rest in template.holders
+        for name, x in at_rest.items()
+        if x is None
+    ]
 
 
 def _state(template: Template, outside: Sequence[tuple[str, nn.Module]]) -> dict[Any, Any]:
