@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions import Categorical, Normal
 from torch.utils.checkpoint import checkpoint
 
 import zfunc as zf
@@ -263,6 +264,21 @@ def sums_of_early_values(p: Any, batch: Any) -> Tensor:
     return end(x, batch) + total
 
 
+def distributions(p: Any, batch: Any) -> Tensor:
+    """They look whether their arguments are in range."""
+    x, total = batch["x"], torch.zeros((), dtype=F64)
+    for each in (*p["blocks"], *p["more"]):
+        x = zf.layer(layer, each, x)
+        found = Normal(x.mean(1, keepdim=True), x.square().mean(1, keepdim=True))
+        total = total - found.log_prob(batch["y"]).mean() - Categorical(logits=x).entropy().mean()
+    return end(x, batch) + 0.1 * total
+
+
+def a_distribution_out_of_range(p: Any, batch: Any) -> Tensor:
+    x = through(p, batch["x"])
+    return -Normal(x, -x.square()).log_prob(batch["y"]).mean()
+
+
 RIGHT: list[Loss] = [base, layers_twice, outputs_twice, closing_over_an_early_value]
 RIGHT += [giving_an_early_value_to_later_layers, closing_over_a_parameter, structures]
 RIGHT += [written_in_place, a_layer_that_does_not_run, sums_of_early_values]
@@ -270,6 +286,7 @@ RIGHT += [integers, penalties_of_roots, checkpointed, detached, numbers_of_the_b
 RIGHT += [first_of_two_detached, second_of_two_unused]
 RIGHT += [without_gradients, noise_like_a_view, gradients_that_are_not_linear]
 RIGHT += [containers_given_twice, masks_that_are_kept]
+RIGHT += [distributions]
 RIGHT += [compiled_between_layers, checkpointed_pairs, containers_that_come_back]
 
 
@@ -287,6 +304,12 @@ def test_losses_that_are_right(loss: Loss, schedule: str) -> None:
     )()
     for run in found:
         assert_near(run, wanted, 1e-9)
+
+
+def test_a_distribution_says_what_is_out_of_range() -> None:
+    model = Model(params(), a_distribution_out_of_range, rows)
+    with pytest.raises((ValueError, zf.DesyncError), match="to satisfy the constraint"):
+        zf.simulate(2)(lambda: model.trained(lambda f: zf.pipeline(f, 3, pipe=2), steps=1))()
 
 
 def writing_to_arrays(p: Any, batch: Any) -> Tensor:

@@ -7,13 +7,17 @@ here decide shapes.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributions import Distribution
 from torch.utils.hooks import RemovableHandle
 
 from zfunc.ranks.comm import Group, Handle
@@ -72,6 +76,21 @@ def _looks(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         "it looks at its numbers. Look at them inside a layer, decide by what the batch holds, "
         "or compute without a branch (torch.where)",
     )
+
+
+_OWN = str(Path(__file__).parents[1])
+_VALIDATING = {f.__code__ for f in (Distribution.__init__, Distribution._validate_sample)}
+
+
+@rule("__bool__", of=(Tensor,))
+def _true(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Whether the arguments of a ``torch.distributions.Normal``, say, are in range is looked at
+    where their numbers are."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
+        frame = frame.f_back
+    validates = frame is not None and frame.f_code in _VALIDATING
+    return True if validates and type(settle(args[0])) is Ghost else _looks(func, args, kwargs)
 
 
 @rule("_make_dual", "_unpack_dual", of=(torch,))
