@@ -470,12 +470,12 @@ class ChunkRun:
                 )
             if not isinstance(then, Same | Repeated):
                 continue
-            what, of = ("argument", ins) if type(then) is Same else ("result", outs)
-            if not _is_one(x, of[then.position]):
+            of, at = ins if type(then) is Same else outs, then.position
+            if not _is_one(x, of[at]):
+                what = f"its argument {at}" if of is ins else f"its result {at} twice"
                 raise self._differs(
-                    f"layer {plan.name} returned its {what} {then.position} there then, and "
-                    "something else now. Where that depends on numbers return a tensor of its own, "
-                    "x.clone()"
+                    f"layer {plan.name} returned {what} then, and something else now. Where that "
+                    "depends on numbers return a tensor of its own, x.clone()"
                 )
 
     def _skip(
