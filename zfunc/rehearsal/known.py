@@ -118,7 +118,8 @@ _MEMORY += " backward set_ resize_ pin_memory to_sparse"
 
 @rule(*_MEMORY.split(), of=(Tensor,))
 def _memory(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    raise refusal(func, "it has no memory here. Do that inside a layer, or behind the step")
+    why = "it has no memory here. Do that inside a layer, or behind the step"
+    return _on_numbers(func, args, kwargs, why)
 
 
 RULES[Tensor.data.__set__] = _memory  # type: ignore[attr-defined]
