@@ -136,6 +136,34 @@ def test_a_rank_that_returns_early_is_noticed_in_whatever_the_others_wait(
     assert any("rank 1 has returned" in text for text in told)
 
 
+@pytest.mark.parametrize("then", IN)
+def test_a_rank_that_fails_and_returns_is_known_for_its_failure(
+    then: Callable[[Group], None],
+) -> None:
+    """As one does that catches the error, and comes to an end."""
+    store, gone = HashStore(), dict[int, str]()
+    left, over = threading.Barrier(SIZE), threading.Barrier(SIZE)
+
+    def rank(r: int) -> str:
+        place = Place(r, tuple(range(SIZE)), PrefixStore("g", store), lambda k: gone.get(k, ""))
+        world = World(r, SIZE, LONG)
+        ranks = ConnectedGroup("data", world, (), lambda: PointToPoint(place, LONG))
+        ranks.barrier()
+        if r == 1:
+            ranks.fail(DesyncError("layer 3: too large"))
+            gone[r] = "has returned"
+            ranks.hang_up()
+        left.wait(LONG)
+        text, _ = ("", 0) if r == 1 else told(lambda: then(ranks))
+        over.wait(LONG)
+        return text
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        first, _, other = pool.map(rank, range(SIZE))
+    for text in (first, other):
+        assert "layer 3: too large" in text and "has returned" not in text, text
+
+
 def told(body: Callable[[], Any]) -> tuple[str, float]:
     """What this rank is told, and after how many seconds: loaded machines are slow to start it."""
     start = time.monotonic()

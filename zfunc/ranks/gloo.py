@@ -451,13 +451,16 @@ class PointToPoint(Transport):
             raise self._lost(call, peer, error) from error
 
     def _lost(self, call: Collective, peer: int, error: Exception) -> DesyncError:
-        rank = self._world_ranks[peer]
-        if why := self._departures(rank):
+        rank, said = self._world_ranks[peer], self._channel.why_stopped(peer)
+        # Of one that has failed, and has then returned, the failure is what helps.
+        if said is None and (why := self._departures(rank)):
             return departed(call, rank, why)
         if why := self._stops(rank):
             return elsewhere(f"rank {rank} has stopped: {why}")
         if cause := self._cause():
             return elsewhere(cause)
+        if said is not None:
+            return DesyncError(f"{call}: rank {rank} is gone: it stopped in {said}")
         if isinstance(error, TimeoutError) or "imed out" in str(error):
             return silence(call, [rank], self._seconds)
         return DesyncError(f"{call}: rank {rank} is gone: {error}")
