@@ -245,3 +245,23 @@ def test_hooks_of_nodes(schedule: str) -> None:
         return model.apply(p, batch["x"]).square().mean()
 
     check(Model(model.params, loss, rows), schedule, tx=optim.sgd(1.0))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("given", [torch.as_tensor, Tensor.numpy])
+def test_batches_of_one_shape_whose_memory_is_ordered_in_two_ways(
+    given: Callable[[Tensor], Any], schedule: str
+) -> None:
+    """A mask of dropout is drawn in the order of memory: on each stage in that of this batch."""
+
+    def dropped(w: Tensor, x: Tensor) -> Tensor:
+        return torch.nn.functional.dropout(torch.tanh(x * w), 0.5)
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        return zf.scan(dropped, p, torch.as_tensor(batch["x"])).square().mean()
+
+    def batch(i: int) -> Any:
+        x = rows(i, 30)["x"].view(6, 5, 6)
+        return {"x": given(x.transpose(1, 2).contiguous().transpose(1, 2) if i % 2 else x)}
+
+    check(Model(zf.Layers([*torch.ones(4, 6, dtype=F64)]), loss, batch), schedule)

@@ -336,16 +336,18 @@ def _remembered(memo: dict[Any, Any], what: str, key: Any, make: Callable[[], An
 
 
 def _signature(arguments: Any) -> tuple[Any, ...]:
-    """What a rehearsal depends on: shapes and dtypes of tensors and arrays, and plain values."""
+    """What a rehearsal depends on: shapes, strides and dtypes of tensors and arrays, and plain
+    values. Strides tell those of what crosses, in whose order a mask of dropout is drawn."""
     leaves, spec = optree.tree_flatten(arguments, none_is_leaf=True, namespace=NAMESPACE)
     return spec, tuple(map(_signature_of, leaves))
 
 
 def _signature_of(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return tuple(x.shape), x.dtype, x.device
+        order = x.stride() if x.layout is torch.strided else x.layout
+        return tuple(x.shape), order, x.dtype, x.device
     if is_array(x):
-        return x.shape, x.dtype
+        return x.shape, x.strides, x.dtype
     if is_value(x):
         return type(x), x  # True is 1, and no number
     within = fields_of(x)

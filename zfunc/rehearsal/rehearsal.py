@@ -708,7 +708,7 @@ def _copied(tree: Any) -> tuple[Any, list[tuple[Tensor, int]]]:
 
     def copy(x: Any) -> Any:
         if type(x) is not Tensor or x.requires_grad:
-            return x.copy() if is_array(x) else x
+            return x.copy("K") if is_array(x) else x
         return copies.setdefault(id(x), x.clone())
 
     leaves, rebuild = flattened(tree)

@@ -149,10 +149,11 @@ def is_array(x: Any) -> bool:
 
 
 def own(batch: Any) -> Any:
-    """A batch with the same tensors in containers, and arrays, that may be written to."""
+    """A batch with the same tensors in containers, and arrays, that may be written to; these in the
+    order of memory that they have."""
     if isinstance(batch, Tensor):  # most are
         return batch
-    return mapped(lambda x: x.copy() if is_array(x) else x, batch, list)
+    return mapped(lambda x: x.copy("K") if is_array(x) else x, batch, list)
 
 
 def _is_record(x: Any, leaf: type | tuple[()]) -> bool:
