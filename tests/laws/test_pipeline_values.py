@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -265,3 +266,26 @@ def test_batches_of_one_shape_whose_memory_is_ordered_in_two_ways(
         return {"x": given(x.transpose(1, 2).contiguous().transpose(1, 2) if i % 2 else x)}
 
     check(Model(zf.Layers([*torch.ones(4, 6, dtype=F64)]), loss, batch), schedule)
+
+
+def test_a_long_row_of_operations_on_parameters() -> None:
+    """One after the other is made where it is used: longer rows than calls may be deep."""
+
+    def loss(p: Any, batch: Any) -> Tensor:
+        shift, x = p["s"], batch["x"]
+        for _ in range(sys.getrecursionlimit() // 2):
+            shift = shift * 0.999
+        for i, each in enumerate(layers(p)):
+            x = zf.layer(layer, each, x)
+            if not i:
+                zeros = torch.zeros_like(x)
+                for _ in range(sys.getrecursionlimit() // 2):
+                    zeros = zeros * 0.5
+        return end(x + shift + zeros, batch)
+
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(500)
+    try:
+        check(Model(params(), loss, rows), "1f1b")
+    finally:
+        sys.setrecursionlimit(limit)

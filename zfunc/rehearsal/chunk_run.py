@@ -35,6 +35,7 @@ from zfunc.rehearsal.ghosts import (
     in_function,
     named,
     settle,
+    with_makers,
 )
 from zfunc.rehearsal.plans import (
     MADE,
@@ -309,20 +310,22 @@ class ChunkRun:
 
     def _make(self, x: Any, below: bool = False) -> None:
         """Make a value of parameters alone, where it is used or sent, of leaves that are here."""
+        for ghost in with_makers(x, self._can_make):
+            if ghost.leaves and (below or in_function()):
+                raise self._fail(
+                    "a value made of parameters outside the layers was given to a "
+                    f"torch.autograd.Function, or to torch.func, at {site()}, in another stage of "
+                    "the pipeline than where it was made: its gradient would be lost. Make it "
+                    "where it is used."
+                )
+            # A region that backward runs again finds it made, and is not to count what that saves.
+            with saved_tensors_hooks(Tensor.detach, Tensor.detach):
+                _become_own(ghost, ghost.recipe.made())
+
+    def _can_make(self, x: Any) -> bool:
         if type(x) is not Ghost or not x.light or x.recipe is None:
-            return
-        if not (x.leaves or set()) <= self.entered:
-            return
-        if x.leaves and (below or in_function()):
-            raise self._fail(
-                f"a value made of parameters outside the layers was given to a "
-                f"torch.autograd.Function, or to torch.func, at {site()}, in another stage of the "
-                "pipeline than where it was made: its gradient would be lost. Make it where it is "
-                "used."
-            )
-        # A region that backward runs again finds it made, and is not to count what that has saved.
-        with saved_tensors_hooks(Tensor.detach, Tensor.detach):
-            _become_own(x, x.recipe.made())
+            return False
+        return (x.leaves or set()) <= self.entered
 
     def counted(self, flops: int) -> None:
         """Work is counted in the rehearsal."""

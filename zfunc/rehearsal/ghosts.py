@@ -7,7 +7,7 @@ becomes a tensor with them, and whoever had the ghost has that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import cache
 from operator import attrgetter
@@ -20,7 +20,6 @@ from torch._C import DisableTorchFunctionSubclass
 from zfunc.errors import CompositionError
 from zfunc.layout.layout import Layout
 from zfunc.rehearsal.plans import Label, Spec
-from zfunc.rehearsal.results import flattened
 from zfunc.rehearsal.shapes import (
     Arguments,
     Fresh,
@@ -52,6 +51,7 @@ __all__ = [
     "named",
     "refusal",
     "settle",
+    "with_makers",
 ]
 
 
@@ -344,11 +344,27 @@ def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Shape:
 
 def settle(x: Any) -> Any:
     """``x``; a ghost that is made of nothing (zeros like another one) becomes a tensor."""
-    if type(x) is Ghost and x.recipe is not None and x.light and not x.leaves:
-        for y in flattened((x.recipe.args, x.recipe.kwargs))[0]:
-            settle(y)
-        become(x, x.recipe.made())
+    for ghost in with_makers(x, _is_of_nothing):
+        become(ghost, ghost.recipe.made())
     return x
+
+
+def _is_of_nothing(x: Any) -> bool:
+    return type(x) is Ghost and x.recipe is not None and x.light and not x.leaves
+
+
+def with_makers(x: Any, can: Callable[[Any], bool]) -> Iterator[Any]:
+    """A ghost that can be made, behind all that its recipe needs: each is made when it comes.
+
+    A loop: operations may follow each other in longer rows than Python lets calls be deep."""
+    todo = [x]
+    while todo:
+        if not can(todo[-1]):
+            todo.pop()
+        elif needed := [y for y, _ in todo[-1].recipe.reads if can(y)]:
+            todo += needed
+        else:
+            yield todo[-1]
 
 
 def become(x: Tensor, new: Tensor) -> None:
