@@ -193,10 +193,10 @@ def _dispatched(function: Any, /, *given: Any, **more: Any) -> Iterator[None]:
     if bound is None or isinstance(function, Twice) or not torch.is_grad_enabled():
         return _generator(function, *given, **more)
     if _NAME == _FLAT:
-        return _taken(
-            bound, function, given[len(_HOW) :], more, dict(zip(_HOW, given, strict=False))
-        )
-    return _taken(bound, function, *given, more)
+        how, xs = dict(zip(_HOW, given, strict=False)), given[len(_HOW) :]
+        return _taken(bound, function, xs, more, how)
+    xs, kw = given
+    return _taken(bound, function, xs, kw, more)
 
 
 def _around(

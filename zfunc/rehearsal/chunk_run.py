@@ -310,6 +310,8 @@ class ChunkRun:
 
     def _make(self, x: Any, below: bool = False) -> None:
         """Make a value of parameters alone, where it is used or sent, of leaves that are here."""
+        if not self._can_make(x):
+            return
         for ghost in with_makers(x, self._can_make):
             if ghost.leaves and (below or in_function()):
                 raise self._fail(

@@ -344,8 +344,9 @@ def _contiguous(shape: tuple[int, ...], dtype: torch.dtype) -> Shape:
 
 def settle(x: Any) -> Any:
     """``x``; a ghost that is made of nothing (zeros like another one) becomes a tensor."""
-    for ghost in with_makers(x, _is_of_nothing):
-        become(ghost, ghost.recipe.made())
+    if _is_of_nothing(x):
+        for ghost in with_makers(x, _is_of_nothing):
+            become(ghost, ghost.recipe.made())
     return x
 
 
