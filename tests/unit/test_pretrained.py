@@ -187,7 +187,12 @@ def test_files_that_are_no_safetensors(how: str, tmp_path: Path) -> None:
     data = file.read_bytes()
     assert BROKEN[how](data) != data
     file.write_bytes(BROKEN[how](data))
-    with pytest.raises(zf.CheckpointError, match=r"model\.safetensors"):
+    said = (
+        r"model\.safetensors is truncated: it has \d+ bytes"
+        if how == "cut"
+        else r"model\.safetensors"
+    )
+    with pytest.raises(zf.CheckpointError, match=said):
         zf.import_safetensors(tmp_path, {"w": torch.ones(4, 2)})
 
 

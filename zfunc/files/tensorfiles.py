@@ -173,5 +173,8 @@ def _home(path: Path, row: dict[str, Any], base: int, size: int) -> _Home:
     if stop - start != leaf.nbytes:
         raise ValueError(f"shape {leaf.shape} in {stop - start} bytes")
     if base + stop > size:
-        raise ValueError("data beyond the end of the file")
+        raise CheckpointError(
+            f"{path} is truncated: it has {size} bytes, and {base + stop} or more by its header. "
+            "Copy it again."
+        )
     return _Home(path, leaf, base + start)
