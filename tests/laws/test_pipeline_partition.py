@@ -181,7 +181,7 @@ class Row(nn.Module):
         return x
 
 
-def of_row(letters: str, **how: Any) -> tuple[Tensor, Tensor, list[str]]:
+def of_row(letters: str, measure: bool = True, **how: Any) -> tuple[Tensor, Tensor, list[str]]:
     """The loss of a second step on two stages and on one process, and the layers of the stages."""
     torch.manual_seed(0)
     model = zf.functionalize(Row(letters).double(), units="blocks.*")
@@ -195,7 +195,7 @@ def of_row(letters: str, **how: Any) -> tuple[Tensor, Tensor, list[str]]:
         state, _ = step(step.place(zf.TrainState.create(params, TX)), x)
         return step(state, x)[1]["loss"], step.describe()
 
-    how = {"example": x, **how} if how.pop("measure", True) else how
+    how |= {"example": x} if measure else {}
     runs = zf.simulate(2)(body)(lambda step: zf.pipeline(step, 4, pipe=2, **how))
     return runs[0][0], body(lambda step: zf.accumulate(step, 4))[0], layers_of(runs[0][1])
 

@@ -139,14 +139,31 @@ def _looked_up() -> str:
     )
 
 
-_FLAT = "_checkpoint_without_reentrant_generator"  # its function's arguments are its last
+_FLAT = "_checkpoint_without_reentrant_generator"
 _NAME = _looked_up()
-_generator: Callable[..., Iterator[None]] = getattr(theirs, _NAME)
-_HOW = [  # what it is told beside the function and its arguments
+_original: Callable[..., Iterator[None]] = getattr(theirs, _NAME)
+_HOW = [  # what the flat one is told before the arguments of its function
     name
-    for name, p in inspect.signature(_generator).parameters.items()
-    if p.kind is (p.POSITIONAL_OR_KEYWORD if _NAME == _FLAT else p.KEYWORD_ONLY)
-][_NAME == _FLAT :]
+    for name, p in inspect.signature(_original).parameters.items()
+    if p.kind is p.POSITIONAL_OR_KEYWORD
+][1:]
+
+
+def _generator(
+    function: Any, xs: tuple[Any, ...], kw: dict[str, Any], **how: Any
+) -> Iterator[None]:
+    """torch's own, in the form that it has from 2.15 on."""
+    if _NAME == _FLAT:
+        return _original(function, *how.values(), *xs, **kw)
+    return _original(function, xs, kw, **how)
+
+
+def _flat(function: Any, /, *given: Any, **kw: Any) -> Iterator[None]:
+    """What an older torch finds in its place."""
+    how = dict(zip(_HOW, given, strict=False))
+    return _dispatched(function, given[len(_HOW) :], kw, **how)
+
+
 _SWAPPED = inspect.unwrap(stateless._functional_call).__code__
 
 
@@ -168,7 +185,7 @@ class taken:
         with _lock:
             _running += 1
             if _running == 1:
-                setattr(theirs, _NAME, _dispatched)
+                setattr(theirs, _NAME, _flat if _NAME == _FLAT else _dispatched)
                 theirs.CheckpointFunction.apply = classmethod(_reentrant)  # type: ignore[method-assign, assignment]
 
     def __exit__(self, *error: object) -> None:
@@ -176,7 +193,7 @@ class taken:
         with _lock:
             _running -= 1
             if _running == 0:
-                setattr(theirs, _NAME, _generator)
+                setattr(theirs, _NAME, _original)
                 del theirs.CheckpointFunction.apply
         _BOUND.reset(self.token)
 
@@ -188,23 +205,13 @@ def _reentrant(cls: Any, function: Any, preserve: Any, *xs: Any) -> Any:
     return theirs.checkpoint(function, *xs, **how)
 
 
-def _dispatched(function: Any, /, *given: Any, **more: Any) -> Iterator[None]:
+def _dispatched(
+    function: Any, xs: tuple[Any, ...], kw: dict[str, Any], **how: Any
+) -> Iterator[None]:
     bound = _BOUND.get()
     if bound is None or isinstance(function, Twice) or not torch.is_grad_enabled():
-        return _generator(function, *given, **more)
-    if _NAME == _FLAT:
-        how, xs = dict(zip(_HOW, given, strict=False)), given[len(_HOW) :]
-        return _taken(bound, function, xs, more, how)
-    xs, kw = given
-    return _taken(bound, function, xs, kw, more)
-
-
-def _around(
-    function: Any, xs: tuple[Any, ...], kw: dict[str, Any], how: dict[str, Any]
-) -> Iterator[None]:
-    if _NAME == _FLAT:
-        return _generator(function, *how.values(), *xs, **kw)
-    return _generator(function, xs, kw, **how)
+        return _generator(function, xs, kw, **how)
+    return _taken(bound, function, xs, kw, how)
 
 
 def _taken(
@@ -226,7 +233,7 @@ def _taken(
     try:
         # Random numbers are the same in any case: where there are none it costs next to nothing.
         how = {**how, "preserve_rng_state": True}
-        yield from _around(twice.again, (*leaves, *xs), kw, how)
+        yield from _generator(twice.again, (*leaves, *xs), kw, **how)
     finally:
         RECOMPUTED.reset(token)
 

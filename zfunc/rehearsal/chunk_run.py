@@ -125,12 +125,10 @@ def _check_numbers(outs: Sequence[Any]) -> None:
 
 def _is_one(x: Any, y: Any) -> bool:
     """Whether a result of a layer is an argument of it, or another result, or all of its memory."""
-    if (
-        x is y
-        or Ghost in (type(x), type(y))
-        or not (isinstance(x, Tensor) and isinstance(y, Tensor))
-    ):
-        return x is y
+    if x is y:
+        return True
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or Ghost in (type(x), type(y)):
+        return False
     return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride()
 
 

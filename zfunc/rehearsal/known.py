@@ -7,11 +7,8 @@ here decide shapes.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +32,7 @@ from zfunc.rehearsal.ghosts import (
     settle,
 )
 from zfunc.rehearsal.shapes import Arguments, outcome
+from zfunc.rehearsal.sites import caller
 
 __all__ = ["nothing_sent"]
 
@@ -78,7 +76,6 @@ def _looks(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     )
 
 
-_OWN = str(Path(__file__).parents[1])
 _VALIDATING = {f.__code__ for f in (Distribution.__init__, Distribution._validate_sample)}
 
 
@@ -86,9 +83,7 @@ _VALIDATING = {f.__code__ for f in (Distribution.__init__, Distribution._validat
 def _true(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Whether the arguments of a ``torch.distributions.Normal``, say, are in range is looked at
     where their numbers are."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OWN):
-        frame = frame.f_back
+    frame = caller()
     validates = frame is not None and frame.f_code in _VALIDATING
     return True if validates and type(settle(args[0])) is Ghost else _looks(func, args, kwargs)
 

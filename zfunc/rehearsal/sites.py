@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -11,7 +12,7 @@ import torch
 
 import zfunc.engine
 
-__all__ = ["site"]
+__all__ = ["caller", "site"]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OWN = Path(zfunc.engine.__file__).parents[1]
@@ -20,14 +21,22 @@ _ROOMS = ("rehearsal", "engine", "modules", "operators", "layout", "ranks", "tre
 _BELOW = (_TORCH, *(str(_OWN / room) for room in _ROOMS))
 
 
+def caller() -> FrameType | None:
+    """The innermost frame that is not zfunc's: it may be torch's."""
+    return _innermost(lambda name: name.startswith(str(_OWN)))
+
+
 def site() -> str:
     """``file:line`` of the innermost frame that is neither torch's nor of the rooms that run it."""
+    frame = _innermost(_is_below)
+    return "unknown" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _innermost(passed: Callable[[str], bool]) -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_below(frame.f_code.co_filename):
+    while frame is not None and passed(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None:
-        return "unknown"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return frame
 
 
 def _is_below(name: str) -> bool:
